@@ -1,0 +1,1 @@
+"""autopar turns a plain PyTorch model into a program for many devices."""
