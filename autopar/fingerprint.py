@@ -1,0 +1,55 @@
+"""The name of a captured step: equal graphs have equal fingerprints, in every process and on every machine.
+
+A plan refers to nodes by name, so it holds only for the graph it was made for; its fingerprint says which one that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from autopar.passes.base import StepGraph
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+def fingerprint(step: StepGraph) -> str:
+    """SHA-256 of the captured step: operations, arguments, shapes, dtypes, edges and the names of its inputs and outputs.
+
+    Devices are left out: a plan made on one machine holds for another.
+    """
+    digest = hashlib.sha256()
+    for spec in (*step.inputs, *step.outputs):
+        digest.update(f"{spec.kind.value} {spec.name}\n".encode())
+    _hash_graph(digest.update, step.graph_module)
+    return digest.hexdigest()
+
+
+def _hash_graph(update: Callable[[bytes], object], module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        arguments = _canonical((node.args, node.kwargs))
+        update(f"{node.op} {node.name} {node.target} {arguments} {_canonical(node.meta.get('val'))}\n".encode())
+        if node.op == "get_attr" and isinstance(inner := getattr(module, str(node.target), None), fx.GraphModule):
+            _hash_graph(update, inner)
+
+
+def _canonical(value: object) -> str:
+    """A text that is equal for equal arguments in every process."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_canonical(item) for item in value)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}={_canonical(value[key])}' for key in sorted(value, key=str))}}}"
+    if isinstance(value, slice):
+        return f"slice{_canonical((value.start, value.stop, value.step))}"
+    if isinstance(value, torch.device):
+        return "device"
+    if value is None or isinstance(value, _PLAIN):
+        return repr(value)
+    return type(value).__qualname__

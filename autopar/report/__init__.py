@@ -1,0 +1,1 @@
+"""What people read: plans explained, programs dumped as Python, JSON, dot and SVG."""
