@@ -1,0 +1,1 @@
+"""What may be split how: one row of factors per ATen operation."""

@@ -1,0 +1,208 @@
+"""Rows of softmax and of losses over classes.  Where the classes are split, a small program with reductions replaces the call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autopar.passes.rules.row import Call, Dims, Row
+from autopar.passes.rules.views import dims_of
+
+if TYPE_CHECKING:
+    from autopar.passes.lowering import LocalContext
+
+
+def softmax_row(call: Call) -> Row:
+    """_softmax and _log_softmax: the normalised dim is split only through :func:`lower_softmax`."""
+    shape = call.shapes[0]
+    dims, sizes = dims_of(shape)
+    factor = dims[call["dim"] % len(dims)] if dims else ()
+    return Row(
+        inputs=(tuple(dims),),
+        outputs=(tuple(dims),),
+        sizes=sizes,
+        lowerings={f: lower_softmax for f in factor},
+    )
+
+
+def lower_softmax(ctx: LocalContext) -> Any:
+    """Maximum and sum over all ranks of the split dim."""
+    call = ctx.call
+    dim = call["dim"] % len(call.shapes[0])
+    factors = list(ctx.row.inputs[0][dim])
+    logarithm = "log" in call.op._schema.name
+    x = ctx.tensor(0)
+    if call.args.get("half_to_float"):
+        x = ctx.emit("_to_copy", x, dtype=(call.outputs[0]).dtype)  # type: ignore[union-attr]
+    top = ctx.all_reduce(ctx.emit("amax", x, [dim], True), "max", factors)
+    if "safe" in call.op._schema.name:
+        # A row of -inf is all zeros in the safe form: 0 / 0 is avoided by a finite maximum and a sum of at least tiny.
+        top = ctx.emit("masked_fill.Scalar", top, ctx.emit("isinf", top), 0)
+    shifted = ctx.emit("sub.Tensor", x, top)
+    grown = ctx.emit("exp", shifted)
+    total = ctx.all_reduce(ctx.emit("sum.dim_IntList", grown, [dim], True), "sum", factors)
+    if logarithm:
+        return ctx.emit("sub.Tensor", shifted, ctx.emit("log", total))
+    if "safe" in call.op._schema.name:
+        total = ctx.emit("masked_fill.Scalar", total, ctx.emit("eq.Scalar", total, 0), 1)
+    return ctx.emit("div.Tensor", grown, total)
+
+
+def softmax_backward_row(call: Call) -> Row:
+    """_softmax_backward_data and _log_softmax_backward_data: linear in the gradient."""
+    shape = call.shapes[0]
+    dims, sizes = dims_of(shape)
+    factor = dims[call["dim"] % len(dims)] if dims else ()
+    return Row(
+        inputs=(tuple(dims), tuple(dims)),
+        outputs=(tuple(dims),),
+        sizes=sizes,
+        linear=(frozenset({0}),),
+        lowerings={f: lower_softmax_backward for f in factor},
+    )
+
+
+def lower_softmax_backward(ctx: LocalContext) -> Any:
+    """The sum over classes is taken over all ranks."""
+    call = ctx.call
+    dim = call["dim"] % len(call.shapes[0])
+    factors = list(ctx.row.inputs[0][dim])
+    grad, output = ctx.tensor(0), ctx.tensor(1)
+    if "log" in call.op._schema.name:
+        total = ctx.all_reduce(ctx.emit("sum.dim_IntList", grad, [dim], True), "sum", factors)
+        out = ctx.emit("sub.Tensor", grad, ctx.emit("mul.Tensor", ctx.emit("exp", output), total))
+    else:
+        product = ctx.emit("mul.Tensor", grad, output)
+        total = ctx.all_reduce(ctx.emit("sum.dim_IntList", product, [dim], True), "sum", factors)
+        out = ctx.emit("sub.Tensor", product, ctx.emit("mul.Tensor", output, total))
+    return ctx.cast_like_output(out, 0)
+
+
+def nll_dims(call: Call) -> tuple[Dims, Dims, dict[str, int]]:
+    """(dims of the log probabilities, dims of the targets, sizes): classes are ``v``."""
+    shape = call.shape("self")
+    dims, sizes = dims_of(shape)
+    position = 0 if len(shape) == 1 else 1
+    sizes = {("v" if f == f"d{position}" else f): n for f, n in sizes.items()}
+    full = [("v",) if i == position and shape[i] != 1 else d for i, d in enumerate(dims)]
+    target = tuple(d for i, d in enumerate(full) if i != position)
+    return tuple(full), target, sizes
+
+
+def nll_forward_row(call: Call) -> Row:
+    """nll_loss_forward and nll_loss2d_forward with reduction none or sum -> loss, total_weight.
+
+    The mean is rewritten by ``passes/normalize.py`` as a sum over the total weight, which is itself a sum.
+    """
+    full, target, sizes = nll_dims(call)
+    mean, none = call["reduction"] == 1, call["reduction"] == 0
+    classes = ("v",) if "v" in sizes else ()
+    inputs: list[Dims] = [full, target]
+    if call.has("weight"):
+        inputs.append((classes,))
+    rest = frozenset(f for f in sizes if f != "v")
+    can_lower = bool(classes) and not call.has("weight")
+    return Row(
+        inputs=tuple(inputs),
+        outputs=(target if none else (), ()),
+        sizes=sizes,
+        reduce={f: "sum" for f in (*rest, *classes)},
+        complete={"v": frozenset({1})} | ({f: frozenset({1}) for f in rest} if none else {}),
+        nosplit=(rest if mean else frozenset()) | (frozenset() if can_lower else frozenset(classes)),
+        whole=frozenset(classes),
+        lowerings={"v": lower_nll_forward} if can_lower else {},
+    )
+
+
+def local_targets(ctx: LocalContext, target: Any) -> tuple[Any, Any]:
+    """(targets in local numbering, clamped; mask of those that this rank holds).  Ignored targets are held by nobody."""
+    call = ctx.call
+    shifted = ctx.emit("sub.Tensor", target, ctx.start("v"))
+    inside = ctx.emit(
+        "logical_and", ctx.emit("ge.Scalar", shifted, 0), ctx.emit("lt.Scalar", shifted, ctx.size("v"))
+    )
+    held = ctx.emit("logical_and", inside, ctx.emit("ne.Scalar", target, call["ignore_index"]))
+    return ctx.emit("masked_fill.Scalar", shifted, ctx.emit("logical_not", held), 0), held
+
+
+def class_position(call: Call) -> int:
+    """The dim of the classes."""
+    return 0 if len(call.shape("self")) == 1 else 1
+
+
+def lower_nll_forward(ctx: LocalContext) -> Any:
+    """Each rank adds the log probabilities of the targets it holds; the loss is Partial, the weight is whole."""
+    call = ctx.call
+    x, target = ctx.tensor(0), ctx.tensor(1)
+    index, held = local_targets(ctx, target)
+    position = class_position(call)
+    gathered = ctx.emit("gather", x, position, ctx.emit("unsqueeze", index, position))
+    picked = ctx.emit("neg", ctx.emit("squeeze.dim", gathered, position))
+    picked = ctx.emit("masked_fill.Scalar", picked, ctx.emit("logical_not", held), 0)
+    counted = ctx.emit("_to_copy", ctx.emit("ne.Scalar", target, call["ignore_index"]), dtype=x.meta["val"].dtype)
+    weight = ctx.emit("sum", counted)
+    return (picked if call["reduction"] == 0 else ctx.emit("sum", picked)), weight
+
+
+def nll_backward_row(call: Call) -> Row:
+    """nll_loss_backward and nll_loss2d_backward with reduction none or sum: linear in the gradient."""
+    full, target, sizes = nll_dims(call)
+    mean, none = call["reduction"] == 1, call["reduction"] == 0
+    classes = ("v",) if "v" in sizes else ()
+    inputs: list[Dims] = [target if none else (), full, target]
+    if call.has("weight"):
+        inputs.append((classes,))
+    inputs.append(())
+    rest = frozenset(f for f in sizes if f != "v")
+    can_lower = bool(classes) and not call.has("weight")
+    return Row(
+        inputs=tuple(inputs),
+        outputs=(full,),
+        sizes=sizes,
+        nosplit=(rest if mean else frozenset()) | (frozenset() if can_lower else frozenset(classes)),
+        linear=(frozenset({0}),),
+        whole=frozenset(classes),
+        lowerings={"v": lower_nll_backward} if can_lower else {},
+    )
+
+
+def lower_nll_backward(ctx: LocalContext) -> Any:
+    """Minus the gradient at the targets that this rank holds, zero elsewhere."""
+    call = ctx.call
+    grad, x, target = ctx.tensor(0), ctx.tensor(1), ctx.tensor(2)
+    index, held = local_targets(ctx, target)
+    position = class_position(call)
+    value = ctx.emit("mul.Tensor", ctx.emit("neg", grad), ctx.emit("_to_copy", held, dtype=grad.meta["val"].dtype))
+    zeros = ctx.emit("full", list(x.meta["val"].shape), 0, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
+    return ctx.emit(
+        "scatter.src", zeros, position, ctx.emit("unsqueeze", index, position), ctx.emit("unsqueeze", value, position)
+    )
+
+
+def elementwise_loss_row(call: Call) -> Row:
+    """mse_loss, smooth_l1_loss, huber_loss, binary_cross_entropy ... with reduction none or sum, and their backwards."""
+    backward = "backward" in call.op._schema.name
+    pivot = call.shape("self")
+    dims, sizes = dims_of(pivot)
+    none, mean = call["reduction"] == 0, call["reduction"] == 1
+
+    def described(shape: tuple[int, ...]) -> Dims:
+        offset = len(dims) - len(shape)
+        return tuple(() if n == 1 else dims[i + offset] for i, n in enumerate(shape))
+
+    outputs: tuple[Dims, ...] = (tuple(dims),) if none or backward else ((),)
+    return Row(
+        inputs=tuple(described(s) for s in call.shapes),
+        outputs=outputs,
+        sizes=sizes,
+        reduce={} if none or backward else {f: "sum" for f in sizes},
+        nosplit=frozenset(sizes) if mean else frozenset(),
+        linear=(frozenset({0}),) if backward else (),
+    )
+
+
+def dropout_row(call: Call) -> Row:
+    """native_dropout: element-wise over the input, with random draws."""
+    dims, sizes = dims_of(call.shapes[0])
+    return Row(inputs=(tuple(dims),), outputs=(tuple(dims), tuple(dims)), sizes=sizes, random=True)
+
+
