@@ -13,17 +13,15 @@ from torch import fx
 
 from autopar.passes.base import StepGraph
 
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
-
 
 def fingerprint(step: StepGraph) -> str:
-    """SHA-256 of the captured step: operations, arguments, shapes, dtypes, edges and the names of its inputs and outputs.
+    """SHA-256 of the captured step: operations, arguments, shapes, dtypes, edges, names of inputs and outputs.
 
     Devices are left out: a plan made on one machine holds for another.
     """
     digest = hashlib.sha256()
-    for spec in (*step.inputs, *step.outputs):
-        digest.update(f"{spec.kind.value} {spec.name}\n".encode())
+    for kind, name in [(s.kind.value, s.name) for s in step.inputs] + [(s.kind.value, s.name) for s in step.outputs]:
+        digest.update(f"{kind} {name}\n".encode())
     _hash_graph(digest.update, step.graph_module)
     return digest.hexdigest()
 
@@ -38,18 +36,23 @@ def _hash_graph(update: Callable[[bytes], object], module: fx.GraphModule) -> No
 
 def _canonical(value: object) -> str:
     """A text that is equal for equal arguments in every process."""
-    if isinstance(value, fx.Node):
-        return f"%{value.name}"
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(_canonical(item) for item in value)})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}={_canonical(value[key])}' for key in sorted(value, key=str))}}}"
-    if isinstance(value, slice):
-        return f"slice{_canonical((value.start, value.stop, value.step))}"
-    if isinstance(value, torch.device):
-        return "device"
-    if value is None or isinstance(value, _PLAIN):
-        return repr(value)
-    return type(value).__qualname__
+    match value:
+        case fx.Node():
+            text = f"%{value.name}"
+        case torch.Tensor():
+            text = f"{value.dtype}{list(value.shape)}"
+        case list() | tuple():
+            text = f"({', '.join(_canonical(item) for item in value)})"
+        case Mapping():
+            text = f"{{{', '.join(f'{key}={_canonical(value[key])}' for key in sorted(value, key=str))}}}"
+        case slice():
+            text = f"slice{_canonical((value.start, value.stop, value.step))}"
+        case torch.device():
+            text = "device"
+        case (
+            None | bool() | int() | float() | complex() | str() | torch.dtype() | torch.layout() | torch.memory_format()
+        ):
+            text = repr(value)
+        case _:
+            text = type(value).__qualname__
+    return text

@@ -1,7 +1,7 @@
 """What the user wishes (:class:`Constraints`) and what the search decided (:class:`Plan`).
 
-A Plan is the hand-over from the search to the rewriting passes: plain values, saved as JSON, the same on every rank.  It
-belongs to one captured graph, which its ``fingerprint`` names.
+A Plan is the hand-over from the search to the rewriting passes: plain values, saved as JSON, the same on every rank.
+It belongs to one captured graph, which its ``fingerprint`` names.
 """
 
 from __future__ import annotations
@@ -270,8 +270,9 @@ def describe_tensors(step: StepGraph) -> dict[str, TensorInfo]:
 
 
 def format_placement(placement: Placement, num_ranks: int) -> str:
-    """A placement on an axis of ``num_ranks`` as text: ``R``, ``P(sum)``, ``S(dim)``, ``S(dim,blocks)``; the units are
-    written, ``S(dim,blocks,units)``, where they are not the number of ranks.
+    """A placement on an axis of ``num_ranks`` as text: ``R``, ``P(sum)``, ``S(dim)`` or ``S(dim,blocks)``.
+
+    The units are written too, ``S(dim,blocks,units)``, where they are not the number of ranks.
 
     >>> format_placement(Shard(0, 3, 2), 2), format_placement(Shard(1, 1, 7), 2), format_placement(Replicate(), 2)
     ('S(0,3)', 'S(1,1,7)', 'R')
@@ -303,8 +304,8 @@ def parse_placement(text: str, num_ranks: int) -> Placement:
 class Plan:
     """How one training step is split over ``dp * tp * pp`` ranks.
 
-    The ranks of a pipeline stage form a :attr:`mesh` with the axes ``dp`` and ``tp``; mappings to "one text a mesh axis"
-    follow that order.
+    The ranks of a pipeline stage form a :attr:`mesh` with the axes ``dp`` and ``tp``; the texts of ``choices`` and
+    ``storage`` follow that order.
 
     Attributes:
         fingerprint: which captured step it is for (:func:`fingerprint`).
@@ -416,7 +417,7 @@ class Plan:
         try:
             return _decode(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlanError(f"this is not an autopar plan of schema {SCHEMA}: {type(error).__name__}: {error}") from error
+            raise PlanError(f"this is not a plan of schema {SCHEMA}: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to ``path`` as JSON."""
@@ -465,7 +466,8 @@ def _decode(document: Any) -> Plan:  # noqa: ANN401 - parsed JSON
     if not isinstance(document, dict) or document.pop("format", None) != "autopar plan":
         raise PlanError('this is not an autopar plan: there is no "format": "autopar plan" in it')
     if document.get("schema") != SCHEMA:
-        raise PlanError(f"the plan has schema {document.get('schema')!r} and this version reads {SCHEMA}; make it again")
+        found = document.get("schema")
+        raise PlanError(f"the plan has schema {found!r} and this version reads {SCHEMA}; make the plan again")
     names = {f.name for f in dataclasses.fields(Plan)}
     if document.keys() != names:
         raise PlanError(f"fields are missing or unknown: {', '.join(sorted(document.keys() ^ names))}")

@@ -34,12 +34,12 @@ def explain_plan(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> list[str]:
     shape = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {plural(plan.world_size, 'rank')}"
-    recompute = plan.recompute + (f" ({plural(len(plan.recompute_layers), 'exception')})" if plan.recompute_layers else "")
+    exceptions = f" ({plural(len(plan.recompute_layers), 'exception')})" if plan.recompute_layers else ""
     schedule = f", schedule {plan.schedule}" if plan.schedule else ""
     predicted, certificate = plan.predicted, plan.certificate
     lines = [
         f"{shape}, zero {plan.zero}, sequence parallel {'on' if plan.sequence_parallel else 'off'}, "
-        f"recompute {recompute}, {plural(plan.microbatches, 'micro-batch').replace('batchs', 'batches')}{schedule}",
+        f"recompute {plan.recompute}{exceptions}, micro-batches {plan.microbatches}{schedule}",
         f"predicted for a rank: step {duration(predicted.step_time_s)}, peak {quantity(predicted.peak_bytes, 'B')}, "
         f"sends {quantity(predicted.comm_bytes, 'B')}, computes {quantity(predicted.flops, 'FLOP')}",
     ]
@@ -115,7 +115,7 @@ def _fold_all(names: list[str]) -> Iterator[str]:
 
 def diff_plans(old: Plan, new: Plan) -> str:
     """What changes from ``old`` to ``new``, one line each; empty where they are equal."""
-    lines = []
+    lines: list[str] = []
     for f in dataclasses.fields(old):
         before, after = getattr(old, f.name), getattr(new, f.name)
         if before == after:
