@@ -1,0 +1,142 @@
+"""Every private torch name that the ``autopar`` package needs, each with the public behaviour it stands for.
+
+Tried with torch 2.13 and 2.14.  When a torch release moves one of these names, this is the only file to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import fx, nn
+
+# aot_export_joint_with_descriptors: the joint forward and backward graph that ``torch.compile`` traces before it
+# partitions it.  The descriptors say what every input and output of that graph stands for.
+from torch._functorch._aot_autograd.descriptors import (
+    AOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+# FakeTensorMode: tensors with a shape, a dtype and a device but no data (what ``torch.export`` runs models on).
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+# annotate, preserve_node_meta: user annotations on the nodes that a trace records, as ``torch.export`` keeps them.
+from torch.fx.traceback import annotate, preserve_node_meta
+
+# pytree: the flattening of nested containers that ``torch.export`` and ``torch.func`` use for arguments and results.
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "annotate",
+    "checkpoint_regions",
+    "compiling",
+    "gradient_of",
+    "joint_graph",
+    "mutation_of",
+    "plain_input",
+    "plain_output",
+    "preserve_node_meta",
+    "pytree",
+    "tangent_of",
+    "traced_backward",
+]
+
+
+def joint_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    """The joint graph of ``module(*args)``: fake tensors in, flat outputs then flat gradients out.
+
+    Placeholders and the output node carry descriptors in ``meta["desc"]``, read with :func:`plain_input`,
+    :func:`tangent_of`, :func:`plain_output`, :func:`gradient_of` and :func:`mutation_of`.
+    """
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, module, args)
+        graph_module: fx.GraphModule = joint.graph_module
+        return graph_module
+
+
+def plain_input(desc: Any) -> int | None:
+    """Position among the traced call's arguments that a placeholder stands for."""
+    return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def tangent_of(desc: Any) -> int | None:
+    """Position among the traced call's outputs whose incoming gradient a placeholder stands for."""
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
+        return desc.output.idx
+    return None
+
+
+def plain_output(desc: AOTOutput | None) -> int | None:
+    """Position among the traced call's outputs."""
+    return desc.idx if isinstance(desc, PlainAOTOutput) else None
+
+
+def gradient_of(desc: AOTOutput | None) -> int | None:
+    """Position of the argument whose gradient an output is."""
+    return plain_input(desc.grad_of) if isinstance(desc, GradAOTOutput) else None
+
+
+def mutation_of(desc: AOTOutput | None) -> int | None:
+    """Position of the argument whose new value an output is."""
+    return plain_input(desc.mutated_input) if isinstance(desc, InputMutationAOTOutput) else None
+
+
+def traced_backward(node: fx.Node) -> bool:
+    """Whether the node was recorded while the backward half of the joint graph was traced."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true, as it is inside ``torch.compile`` and ``torch.export``."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def checkpoint_regions(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Run ``torch.utils.checkpoint.checkpoint`` blocks once, inline, inside ``region()``.
+
+    Replaces what ``checkpoint`` looks up for its two variants; callers that imported ``checkpoint`` by name are
+    covered too.  A re-entrant checkpoint whose arguments need no gradient yields none, as in eager mode.
+    """
+
+    def without_reentrant(fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with region():
+            yield
+
+    def reentrant(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        tracked = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with region(), torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
+            return fn(*args)
+
+    home: Any = torch.utils.checkpoint
+    saved = home._checkpoint_without_reentrant_generator, home.CheckpointFunction
+    home._checkpoint_without_reentrant_generator = without_reentrant
+    home.CheckpointFunction = types.SimpleNamespace(apply=reentrant)
+    try:
+        yield
+    finally:
+        home._checkpoint_without_reentrant_generator, home.CheckpointFunction = saved
