@@ -22,7 +22,7 @@ import torch
 from autopar.cost_models.errors import AutoparError, ConstraintError, PlanError
 from autopar.fingerprint import fingerprint
 from autopar.passes.base import InputKind, Mesh, StepGraph
-from autopar.passes.placement import Layout, Partial, Placement, Replicate, Shard
+from autopar.passes.placement import Layout, Partial, Placement, Replicate, Shard, compatible
 from autopar.report.explain import diff_plans, explain_plan
 
 SCHEMA = 1
@@ -363,7 +363,16 @@ class Plan:
                 if len(texts) != len(self.mesh.axes):
                     raise PlanError(f"{name}[{key!r}] is {texts!r}; it needs one text for each of {self.mesh.axes}")
         for name in self.storage:
-            self.layout(name)
+            self._check_storage(name)
+
+    def _check_storage(self, name: str) -> None:
+        layout, info = self.layout(name), self.tensors.get(name)
+        if info is None:
+            return
+        dims = [placement.dim for placement in layout if isinstance(placement, Shard)]
+        if any(dim >= len(info.shape) for dim in dims) or not compatible(layout, info.shape):
+            texts = " ".join(self.storage[name])
+            raise PlanError(f"{name!r} has shape {list(info.shape)} and cannot be stored as {texts}")
 
     @classmethod
     def for_step(cls, step: StepGraph, **fields: Any) -> Plan:  # noqa: ANN401 - the fields of the class itself

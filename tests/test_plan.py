@@ -143,18 +143,24 @@ placements = st.one_of(
 
 
 @st.composite
+def stored_tensors(draw, kind, sizes):
+    """(TensorInfo, texts of its layout): each mesh axis replicates the tensor or splits a dim of its own."""
+    layout, shape = [], []
+    for num_ranks in sizes:
+        blocks, rest = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        units = draw(st.sampled_from([num_ranks, num_ranks + 1]))
+        layout.append(draw(st.sampled_from([Replicate(), Shard(len(shape), blocks, units)])))
+        shape.append(blocks * units * rest)
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int64"]))
+    info = TensorInfo(kind=kind, shape=tuple(shape), dtype=dtype, aliases=draw(st.sampled_from([(), ("other.name",)])))
+    return info, tuple(map(format_placement, layout, sizes))
+
+
+@st.composite
 def plans(draw):
     dp, tp, pp = (draw(st.integers(1, 4)) for _ in range(3))
-    layouts = st.tuples(placements, placements).map(
-        lambda layout: (format_placement(layout[0], dp), format_placement(layout[1], tp))
-    )
-    infos = st.builds(
-        TensorInfo,
-        kind=st.sampled_from([k.value for k in InputKind]),
-        shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-        dtype=st.sampled_from(["float32", "bfloat16", "int64"]),
-        aliases=st.lists(names, max_size=2).map(tuple),
-    )
+    stored = st.sampled_from([k.value for k in InputKind]).flatmap(lambda kind: stored_tensors(kind, (dp, tp)))
+    tensors = draw(st.dictionaries(names, stored, max_size=3))
     figures = st.integers(0, 10**18)
     return Plan(
         fingerprint=draw(names),
@@ -169,8 +175,8 @@ def plans(draw):
         schedule=draw(st.sampled_from([None, *SCHEDULES])),
         stages=draw(st.dictionaries(names, st.integers(0, pp - 1), max_size=3)),
         choices=draw(st.dictionaries(names, labels, max_size=3)),
-        storage=draw(st.dictionaries(names, layouts, max_size=3)),
-        tensors=draw(st.dictionaries(names, infos, max_size=3)),
+        storage={name: texts for name, (_, texts) in tensors.items()},
+        tensors={name: info for name, (info, _) in tensors.items()},
         notes=draw(st.lists(st.text(max_size=8), max_size=2).map(tuple)),
         predicted=draw(
             st.builds(Prediction, step_time_s=st.floats(0, 1e9), peak_bytes=figures, comm_bytes=figures, flops=figures)
@@ -224,6 +230,8 @@ def test_layout_of_stored_tensors():
         ({"recompute_layers": {"head": "some"}}, "recompute of 'head'='some'"),
         ({"storage": {"w": ("R",)}}, "one text for each of"),
         ({"storage": {"w": ("R", "Q")}}, "placement 'Q'"),
+        ({"storage": {"w": ("R", "S(2)")}}, r"'w' has shape \[3, 4\]"),
+        ({"storage": {"w": ("S(0)", "R")}}, r"cannot be stored as S\(0\) R"),
         ({"schema": 2}, "schema=2"),
     ],
 )
@@ -337,10 +345,10 @@ def test_explain_folds_repeated_layers_and_counts_bytes():
 
 def test_diff_names_what_changed():
     old = make_plan(notes=("old",))
-    new = make_plan(zero=1, notes=("new",), storage={"w": ("S(0)", "S(1)")})
+    new = make_plan(zero=1, notes=("new",), storage={"w": ("S(1)", "R")})
     assert old.diff(new).splitlines() == [
         "zero: 3 -> 1",
-        "storage w: R S(1) -> S(0) S(1)",
+        "storage w: R S(1) -> S(1) R",
         "storage args[0]: S(0) R -> -",
         "notes: - old",
         "notes: + new",
