@@ -34,6 +34,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+# DTensorSpec, TensorMeta: what a DTensor knows besides its local tensor (mesh, placements, global shape and strides).
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# StridedShard: a dim seen as [split_factor, ranks, rest] of which a rank holds one row of the middle: the placement of
+# packed weights, and of a dim that an earlier mesh axis splits inside a later one.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
 # annotate, preserve_node_meta: user annotations on the nodes that a trace records, as ``torch.export`` keeps them.
 from torch.fx.traceback import annotate, preserve_node_meta
 
@@ -41,13 +48,18 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "DTensorSpec",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "StridedShard",
+    "TensorMeta",
     "annotate",
     "checkpoint_regions",
     "compiling",
+    "foreach_mul_",
+    "foreach_norm",
     "gradient_of",
     "joint_graph",
     "mutation_of",
@@ -140,3 +152,14 @@ def checkpoint_regions(region: Callable[[], contextlib.AbstractContextManager[No
         yield
     finally:
         home._checkpoint_without_reentrant_generator, home.CheckpointFunction = saved
+
+
+def foreach_mul_(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply every tensor in place by one factor, with one kernel where the device has it."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """``torch.linalg.vector_norm`` of every tensor, with one kernel where the device has it."""
+    return list(torch._foreach_norm(tensors, order)) if tensors else []
