@@ -77,7 +77,7 @@ def make_shard(dim: int, blocks: int, units: int, num_ranks: int) -> Shard:
 def shards_of_dim(layout: Layout, dim: int) -> list[tuple[int, Shard]]:
     """(axis index, shard) of every axis that splits ``dim``, outermost atom first."""
     found = [(a, p) for a, p in enumerate(layout) if isinstance(p, Shard) and p.dim == dim]
-    return sorted(found, key=lambda item: item[1].blocks)
+    return sorted(found, key=lambda item: (item[1].blocks, item[1].units))
 
 
 def compatible(layout: Layout, shape: tuple[int, ...]) -> bool:
