@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.tensor import DTensor
 
 # DTensorSpec, TensorMeta: what a DTensor knows besides its local tensor (mesh, placements, global shape and strides).
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -58,6 +59,8 @@ __all__ = [
     "annotate",
     "checkpoint_regions",
     "compiling",
+    "eager_submodules",
+    "dtensor",
     "foreach_mul_",
     "foreach_norm",
     "gradient_of",
@@ -67,6 +70,7 @@ __all__ = [
     "plain_output",
     "preserve_node_meta",
     "pytree",
+    "redirected_autocast",
     "tangent_of",
     "traced_backward",
 ]
@@ -128,6 +132,30 @@ def compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def redirected_autocast(device_types: tuple[str, ...]) -> Iterator[None]:
+    """Make ``torch.autocast(device_type)`` of the given types an autocast of the CPU with the same dtype."""
+    original = torch.autocast.__init__
+
+    def init(self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kw: Any) -> None:
+        if device_type in device_types:
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device_type)
+        original(self, device_type, dtype, *args, **kw)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def eager_submodules() -> Iterator[None]:
+    """Run what the user gave to ``torch.compile`` eagerly, as ``torch.compiler.set_stance("force_eager")`` does."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
 def checkpoint_regions(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Run ``torch.utils.checkpoint.checkpoint`` blocks once, inline, inside ``region()``.
 
@@ -152,6 +180,11 @@ def checkpoint_regions(region: Callable[[], contextlib.AbstractContextManager[No
         yield
     finally:
         home._checkpoint_without_reentrant_generator, home.CheckpointFunction = saved
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """``DTensor.from_local(local, spec.mesh, spec.placements)`` without its checks and its place in autograd."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:

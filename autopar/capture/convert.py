@@ -32,7 +32,7 @@ def convert(
     result_spec: Any,
     result_constants: Mapping[int, Any],
     loss_leaf: int,
-    checkpoints: tuple[str, ...],
+    regions: Sequence[tuple[str, Sequence[str]]],
     repeated: tuple[tuple[str, ...], ...],
 ) -> StepGraph:
     """Put the traced graph into the form that the passes work on.
@@ -44,7 +44,7 @@ def convert(
         result_spec: as in StepGraph, like the arguments that follow.
         result_constants: leaves of the result that are no tensors.
         loss_leaf: position of the loss among the leaves.
-        checkpoints: layers in user checkpoints.
+        regions: for every checkpoint block the layer that opened it and the layers directly inside.
         repeated: groups of equal layers.
 
     Raises:
@@ -62,7 +62,7 @@ def convert(
         result_constants=dict(result_constants),
         training=bool(seeds),
         loss_leaf=loss_leaf,
-        checkpoints=checkpoints,
+        checkpoints=_extents(graph, regions),
         repeated=repeated,
     )
     _check_gradients(step)
@@ -199,6 +199,22 @@ def _constant(joint: fx.GraphModule, node: fx.Node) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
+def _extents(graph: fx.Graph, regions: Sequence[tuple[str, Sequence[str]]]) -> tuple[str, ...]:
+    """The layers that the checkpoint blocks cover: the one that opened a block if it lies within blocks as a whole."""
+    inside: dict[str, set[int | None]] = {}
+    for node in graph.nodes if regions else ():
+        if node.op == "call_function" and node.meta["phase"] is Phase.FORWARD:
+            parts = node.meta["layer"].split(".")
+            for i in range(len(parts) + 1):
+                inside.setdefault(".".join(parts[:i]), set()).add(node.meta.get("checkpoint"))
+    extents: dict[str, None] = {}
+    for owner, children in regions:
+        blocks = inside.get(owner, {None})
+        whole = all(block is not None and regions[block][0] == owner for block in blocks)
+        extents.update(dict.fromkeys([owner] if whole else children))
+    return tuple(extents)
+
+
 def _check_local(node: fx.Node) -> None:
     """Refuse collectives of the user: the captured step is that of one device.
 
@@ -206,7 +222,7 @@ def _check_local(node: fx.Node) -> None:
         CaptureError: naming the operation and its line.
     """
     if getattr(node.target, "namespace", None) in COLLECTIVES:
-        where = f" at {node.meta['source']}" if node.meta["source"] else f" in layer {node.meta['layer'] or 'model'}"
+        where = (f" in layer {node.meta['layer']}" if node.meta["layer"] else "") + f" at {node.meta['source']}"
         raise CaptureError(
             f"the model communicates by itself: {node.target}{where}; write the model for one device on the global "
             "batch and leave communication to autopar"

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.torch_private import annotate, checkpoint_regions
 
-TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
-CAPTURE_FOLDER = str(pathlib.Path(__file__).parent)
-PRIVATE_FILE = str(pathlib.Path(__file__).parent.parent / "torch_private.py")
+HERE = pathlib.Path(__file__).parent
+TRACE_FILE = str(HERE / "trace.py")
+INTERNAL = (str(pathlib.Path(torch.__file__).parent), str(HERE), str(HERE.parent / "torch_private.py"), "<frozen")
 
 
 class Labels:
@@ -26,26 +26,27 @@ class Labels:
 
     Attributes:
         called: layer paths in the order in which their modules first ran.
-        checkpoints: paths of the layers that ran directly inside a checkpoint block, in order.
+        regions: for every checkpoint block the layer that opened it and the layers that ran directly inside it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Name the modules of ``model``; a module with several names keeps the first."""
         self._model = model
         self.called: dict[str, None] = {}
-        self.checkpoints: dict[str, None] = {}
+        self.regions: list[tuple[str, list[str]]] = []
         self._open: list[contextlib.ExitStack] = []
-        self._num_regions = 0
-        self._direct = False
+        self._failures: list[tuple[BaseException, str]] = []
+        self._running = [""]
+        self._region_of: list[int | None] = [None]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Label everything that runs inside; code outside any module is labelled with the empty path."""
-        self._num_regions = 0
+        self.regions.clear()
         handles = []
         for name, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
+            handles.append(module.register_forward_hook(self._leave(name), always_call=True))
         try:
             with checkpoint_regions(self._region), annotate({"layer": ""}), SourceLines():
                 yield
@@ -58,30 +59,47 @@ class Labels:
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             self.called.setdefault(name)
-            if self._direct:
-                self.checkpoints.setdefault(name)
+            region = self._region_of[-1]
+            if region is not None:
+                self.regions[region][1].append(name)
             stack = contextlib.ExitStack()
             stack.enter_context(annotate({"layer": name}))
-            direct, self._direct = self._direct, False
-            stack.callback(setattr, self, "_direct", direct)
+            stack.enter_context(_pushed(self._running, name))
+            stack.enter_context(_pushed(self._region_of, None))
             self._open.append(stack)
 
         return hook
 
-    def _leave(self, *_: Any) -> None:
-        self._open.pop().close()
+    def _leave(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self._failures.append((error, name))
+            self._open.pop().close()
+
+        return hook
+
+    def layer_of(self, error: BaseException) -> str:
+        """Path of the innermost layer that ``error`` left, or the empty path."""
+        return next((name for failure, name in self._failures if failure is error), "")
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
-        """A checkpoint block: its nodes carry the block's number, its directly called layers are remembered."""
-        number = self._num_regions
-        self._num_regions += 1
-        direct, self._direct = self._direct, True
-        try:
-            with annotate({"checkpoint": number}):
-                yield
-        finally:
-            self._direct = direct
+        """A checkpoint block: its nodes carry the block's number."""
+        number = len(self.regions)
+        self.regions.append((self._running[-1], []))
+        with annotate({"checkpoint": number}), _pushed(self._region_of, number):
+            yield
+
+
+@contextlib.contextmanager
+def _pushed(stack: list[Any], item: Any) -> Iterator[None]:
+    """``item`` on top of ``stack`` while the context lasts."""
+    stack.append(item)
+    try:
+        yield
+    finally:
+        stack.pop()
 
 
 class SourceLines(TorchFunctionMode):
@@ -91,7 +109,7 @@ class SourceLines(TorchFunctionMode):
         """Start with an empty cache of lines."""
         super().__init__()
         self._lines: dict[tuple[str, int], str] = {}
-        self._inside_torch: dict[str, bool] = {}
+        self._internal: dict[str, bool] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,11 +121,11 @@ class SourceLines(TorchFunctionMode):
     def _source(self, frame: FrameType | None) -> str:
         while frame is not None:
             file = frame.f_code.co_filename
-            internal = self._inside_torch.get(file)
+            internal = self._internal.get(file)
             if internal is None:
-                internal = self._inside_torch[file] = is_torch_file(file)
+                internal = self._internal[file] = file != TRACE_FILE and is_internal(file)
             if not internal:
-                if is_capture_file(file):
+                if file == TRACE_FILE:
                     return ""
                 key = (file, frame.f_lineno)
                 if key not in self._lines:
@@ -117,14 +135,9 @@ class SourceLines(TorchFunctionMode):
         return ""
 
 
-def is_torch_file(file: str) -> bool:
-    """Whether a frame of ``file`` belongs to torch or to the interpreter's own machinery."""
-    return file.startswith((TORCH_FOLDER, "<frozen")) or file.endswith(("/contextlib.py", "/functools.py"))
-
-
-def is_capture_file(file: str) -> bool:
-    """Whether a frame of ``file`` belongs to capture itself."""
-    return file.startswith(CAPTURE_FOLDER) or file == PRIVATE_FILE
+def is_internal(file: str) -> bool:
+    """Whether a frame of ``file`` belongs to torch, to capture or to the interpreter's own machinery."""
+    return file.startswith(INTERNAL) or file.endswith(("/contextlib.py", "/functools.py"))
 
 
 def describe_line(file: str, line: int) -> str:

@@ -6,7 +6,7 @@ import linecache
 import traceback
 from types import TracebackType
 
-from autopar.capture.labels import describe_line, is_capture_file, is_torch_file
+from autopar.capture.labels import describe_line, is_internal
 from autopar.cost_models.errors import CaptureError
 from autopar.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
@@ -21,16 +21,17 @@ SHAPE_ADVICE = (
 SHAPE_OPS = ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount")
 
 
-def refusal(error: Exception) -> CaptureError:
+def refusal(error: Exception, layer: str) -> CaptureError:
     """The CaptureError that says why the model could not be traced.
 
     Args:
         error: what was raised while the model, its loss or their backward was traced.
+        layer: path of the module that raised, where known.
     """
     if isinstance(error, CaptureError):
         return error
     where, code, expression = _user_line(error.__traceback__)
-    at = f" at {where}: `{code}`" if where else ""
+    at = (f" in layer {layer}" if layer else "") + (f" at {where}: `{code}`" if where else "")
     part = f" (expression `{expression}`)" if expression and expression != code else ""
     if isinstance(error, DataDependentOutputException):
         return CaptureError(
@@ -44,7 +45,7 @@ def refusal(error: Exception) -> CaptureError:
 def _user_line(trace: TracebackType | None) -> tuple[str, str, str]:
     """("folder/file.py:12", code, expression) of the innermost frame of the user's code, or empty strings."""
     for frame in reversed(traceback.extract_tb(trace)):
-        if is_torch_file(frame.filename) or is_capture_file(frame.filename):
+        if is_internal(frame.filename):
             continue
         line = frame.lineno or 0
         where, _, code = describe_line(frame.filename, line).partition(": ")

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.adapt import adapt_modules
+from autopar.capture.autocast import accelerator_autocast
 from autopar.capture.call import check_constants, find_loss, flatten_call, flatten_tree
 from autopar.capture.convert import OUTPUT_COPY, convert
 from autopar.capture.labels import Labels
@@ -18,7 +20,7 @@ from autopar.capture.repeats import find_repeats
 from autopar.capture.state import Held, fake_like, held_tensors, preserved, swapped
 from autopar.cost_models.errors import CaptureError
 from autopar.passes.base import InputKind, InputSpec, StepGraph
-from autopar.torch_private import FakeTensorMode, annotate, compiling, joint_graph, preserve_node_meta, pytree
+from autopar.torch_private import FakeTensorMode, annotate, compiling, eager_submodules, joint_graph, preserve_node_meta, pytree
 
 
 def capture(
@@ -60,7 +62,8 @@ def capture(
     held = parameters + buffers
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    fakes = [fake_like(t, mode) for t in [*(h.tensor for h in held), *(leaves[i] for i in positions)]]
+    originals = [*(h.tensor for h in held), *(leaves[i] for i in positions)]
+    fakes = [fake_like(tensor, mode) for tensor in originals]
     if not training:
         fakes = [fake.detach() for fake in fakes]
 
@@ -90,11 +93,13 @@ def capture(
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(compiling())
+            stack.enter_context(eager_submodules())
+            stack.enter_context(accelerator_autocast(originals))
             stack.enter_context(preserve_node_meta())
             stack.enter_context(torch.set_grad_enabled(training))
             joint = joint_graph(_Traced(call), tuple(fakes))
     except Exception as error:  # noqa: BLE001 -- only adds where and why, and chains the cause
-        raise refusal(error) from (None if isinstance(error, CaptureError) else error)
+        raise refusal(error, call.labels.layer_of(error)) from (None if isinstance(error, CaptureError) else error)
     return convert(
         joint,
         inputs=tuple(inputs),
@@ -102,7 +107,7 @@ def capture(
         result_spec=call.result_spec,
         result_constants=call.result_constants,
         loss_leaf=call.loss_leaf,
-        checkpoints=tuple(call.labels.checkpoints),
+        regions=call.labels.regions,
         repeated=find_repeats(model, tuple(call.labels.called)),
     )
 
@@ -140,6 +145,7 @@ class _Call:
             leaves[position] = tensor
         args, kwargs, targets = pytree.tree_unflatten(leaves, self.call_spec)
         with preserved(self.model), self.labels.active():
+            adapt_modules(self.model)
             with swapped(self.model, self.held, list(tensors[: len(self.held)])):
                 result = self.model(*args, **kwargs)
                 if self.loss_fn is not None:
