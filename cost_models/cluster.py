@@ -37,6 +37,8 @@ class Device:
         compute_units: processors (SMs) that tiles of a matmul are dealt out to.
         kernel_s: least time a kernel occupies the device.
         dispatch_s: time the host needs to launch one operation from eager PyTorch.
+        attention: share of the peak that fused attention sustains for a head of 128, by kernel (``flash``,
+            ``flash_backward``, ``cudnn``, ``cudnn_backward``).
         context_bytes: memory taken by the driver context and library workspaces, outside the allocator.
     """
 
@@ -49,6 +51,7 @@ class Device:
     compute_units: int = 108
     kernel_s: float = 3e-6
     dispatch_s: float = 7e-6
+    attention: Mapping[str, float] = field(default_factory=dict)
     context_bytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -56,6 +59,7 @@ class Device:
         if not self.peak_flops:
             raise ClusterError(f"device {self.name!r} states no peak; give peak_flops at least for 'fp32'")
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
+        object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
 
     def peak(self, dtype: str) -> float:
         """Dense peak for ``dtype``, in operations per second; a dtype without units of its own runs at a wider one's.
@@ -67,6 +71,16 @@ class Device:
             if name in self.peak_flops:
                 return self.peak_flops[name]
         raise ClusterError(f"device {self.name!r} has no peak for {dtype!r}; it states {sorted(self.peak_flops)}")
+
+
+    def attention_share(self, kernel: str, *, backward: bool) -> float:
+        """Share of the peak that fused attention sustains; where no figure is known, a share of the matmul's.
+
+        >>> Cluster.parse("8xH100").device.attention_share("cudnn", backward=False) > 0.5
+        True
+        """
+        name = f"{kernel}_backward" if backward else kernel
+        return self.attention.get(name, self.matmul_efficiency * (0.6 if backward else 0.7))
 
 
 _WIDER: Mapping[str, tuple[str, ...]] = {
@@ -244,7 +258,7 @@ class Cluster:
     def to_json(self) -> dict[str, Any]:
         """The document that :meth:`from_json` reads."""
         runs = [
-            {"count": r.count, "device": {**_fields(r.device), "peak_flops": dict(r.device.peak_flops)}}
+            {"count": r.count, "device": {k: dict(v) if isinstance(v, Mapping) else v for k, v in _fields(r.device).items()}}
             for r in self.devices
         ]
         return {

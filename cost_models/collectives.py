@@ -36,6 +36,23 @@ class Collective(enum.Enum):
     SEND = "send"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One communication of a program.
+
+    Attributes:
+        collective: what is done.
+        group: mesh axis (several joined by "+") whose ranks take part.
+        bytes: size of the full tensor.
+        layer: dotted path of the module it belongs to.
+    """
+
+    collective: Collective
+    group: str
+    bytes: float
+    layer: str = ""
+
+
 class Algorithm(enum.Enum):
     """How it does it."""
 
