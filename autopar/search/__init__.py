@@ -1,0 +1,1 @@
+"""The choice of a plan: what to split how, from options and prices."""

@@ -1,0 +1,401 @@
+"""The first choice: for every mesh axis in turn, the cheapest way to run every call.
+
+For one axis it minimises  sum of work  +  sum of bytes moved  over all calls (:mod:`autopar.search.eliminate`), where
+work that is not split weighs more than moving its data: an axis that was asked for is to be used.  On the data axis only
+the batch's family may be split; on the tensor axis families that reach a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar.passes.base import InputKind, Mesh, OutputKind, Phase, StepGraph
+from autopar.passes.options import (
+    Choice,
+    Families,
+    OptionSpace,
+    Value,
+    batch_inputs,
+    shape_of,
+    value_of,
+)
+from autopar.passes.partition import Assignment, fake_of
+from autopar.passes.placement import REPLICATE, Layout, Placement, Shard, can_split, compatible, make_shard, shards_of_dim
+from autopar.passes.redistribute import StepKind, kind_of, wire_bytes
+from autopar.passes.rules.row import Row
+from autopar.passes.rules.table import op_name
+from autopar.search.eliminate import Problem, Solution, Table
+
+Family = tuple[Value, Placement]
+
+BYTES_PER_FLOP = 0.1  # price of work that is not split, in bytes moved
+BYTES_PER_COLLECTIVE = 256.0  # fewer collectives win among equals
+TOUCH = 1e-3  # price of touching a byte of memory: among equals, less of it
+TOUCH_SEQUENCE = 0.05  # the same where the user asked for activations to be split along the sequence
+KEEP = 0.05  # price of keeping a byte of a parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisWish:
+    """What one mesh axis is for.
+
+    Attributes:
+        name: name of the axis.
+        size: number of ranks.
+        role: "data" or "tensor".
+        zero: parameters are kept split over this (data) axis.
+        sequence_parallel: families of the inputs (the sequence) may be split on this (tensor) axis too.
+    """
+
+    name: str
+    size: int
+    role: str
+    zero: int = 0
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisResult:
+    """Choices of one axis, placement of every input, and whether anything was split."""
+
+    choices: Mapping[fx.Node, Choice]
+    storage: Mapping[fx.Node, Placement]
+    cost: float
+    exact: bool
+    used: bool
+
+
+class FirstChoice:
+    """Chooses for all axes of a mesh; see :func:`choose`."""
+
+    def __init__(self, step: StepGraph, rows: Mapping[fx.Node, Row], wishes: Sequence[AxisWish]) -> None:
+        self.step, self.rows, self.wishes = step, rows, wishes
+        self.space = OptionSpace(step.graph, rows)
+        self.specs = dict(zip(step.placeholders, step.inputs, strict=True))
+        self.done: list[AxisResult] = []
+
+    def run(self) -> list[AxisResult]:
+        """Results, one per wish, in the order of the wishes."""
+        for wish in self.wishes:
+            self.done.append(self._axis(wish))
+        return self.done
+
+    def _axis(self, wish: AxisWish) -> AxisResult:
+        families = Families(self.space, wish.size)
+        if wish.role == "tensor":
+            return self._solve(wish, families, self._tensor_families(families, wish))
+        results = [self._solve(wish, families, {family}) for family in self._batch_families(families, wish)]
+        return min(results, key=lambda r: r.cost) if results else self._solve(wish, families, set())
+
+    def _batch_families(self, families: Families, wish: AxisWish) -> list[Family]:
+        """Candidate batches: the families of dim 0 of the batch inputs."""
+        found: dict[Family, None] = {}
+        for node in batch_inputs(list(self.specs), self.step.inputs):
+            shape = shape_of((node, 0))
+            if shape and can_split(shape[0], wish.size):
+                found[families.find(((node, 0), make_shard(0, 1, shape[0], wish.size)))] = None
+        return list(found)
+
+    def _tensor_families(self, families: Families, wish: AxisWish) -> set[Family]:
+        """Families that reach a parameter (and with sequence parallelism an input), the batch excepted."""
+        found = set()
+        for node, spec in self.specs.items():
+            wanted = spec.kind is InputKind.PARAMETER or (wish.sequence_parallel and spec.kind is InputKind.BATCH)
+            if wanted and isinstance(node.meta.get("val"), torch.Tensor):
+                for placement in self.space.storage(node, wish.size):
+                    if isinstance(placement, Shard):
+                        found.add(families.find(((node, 0), placement)))
+        return found - set(self._batch_families(families, wish))
+
+    # one axis
+
+    def _solve(self, wish: AxisWish, families: Families, allowed: set[Family]) -> AxisResult:
+        options = {n: self._allowed(n, c, families, allowed) for n, c in families.options.items()}
+        stores = {p: self._stores(p, wish, families, allowed) for p in self.specs}
+        solution = AxisProblem(self, wish, options, stores).solve()
+        chosen = {n: c[solution.assignment[n]] for n, c in options.items()}
+        kept = {p: s[solution.assignment[p]] for p, s in stores.items()}
+        used = any(c.factor is not None for c in chosen.values())
+        return AxisResult(choices=chosen, storage=kept, cost=solution.value, exact=solution.exact, used=used)
+
+    def _allowed(
+        self, node: fx.Node, choices: list[Choice], families: Families, allowed: set[Family]
+    ) -> list[Choice]:
+        kept = []
+        values = [value_of(t) for t in self.space.tensors[node]]
+        for choice in choices:
+            pairs = [(v, p) for v, p in zip(values, choice.inputs, strict=True) if isinstance(p, Shard)]
+            pairs += [((node, i), p) for i, p in enumerate(choice.outputs) if isinstance(p, Shard)]
+            if (not pairs or families.find(pairs[0]) in allowed) and self._fits(node, values, choice):
+                kept.append(choice)
+        return kept
+
+    def _fits(self, node: fx.Node, values: list[Value], choice: Choice) -> bool:
+        """Whether the choice goes with what earlier axes do to the same call."""
+        earlier = [r.choices[node] for r in self.done]
+        if choice.factor is not None and any(c.factor == choice.factor for c in earlier):
+            return False
+        for i, value in enumerate(values):
+            if not compatible((*(c.inputs[i] for c in earlier), choice.inputs[i]), shape_of(value)):
+                return False
+        for i, placement in enumerate(choice.outputs):
+            layout = (*(c.outputs[i] for c in earlier), placement)
+            if placement is not None and not compatible(layout, shape_of((node, i))):  # type: ignore[arg-type]
+                return False
+        return True
+
+    def _stores(self, node: fx.Node, wish: AxisWish, families: Families, allowed: set[Family]) -> list[Placement]:
+        if self.specs[node].kind is not InputKind.PARAMETER or wish.role == "data":
+            return [REPLICATE]
+        earlier = tuple(r.storage[node] for r in self.done)
+        return [
+            p
+            for p in self.space.storage(node, wish.size)
+            if not isinstance(p, Shard)
+            or (families.find(((node, 0), p)) in allowed and compatible((*earlier, p), shape_of((node, 0))))
+        ]
+
+    def local_bytes(self, value: Value) -> float:
+        """Bytes of a value on one rank, given what earlier axes split."""
+        fake = fake_of(value)
+        size = float(math.prod(fake.shape) * fake.dtype.itemsize)
+        node, index = value
+        for wish, result in zip(self.wishes, self.done, strict=False):
+            placed = result.choices[node].outputs[index] if node in result.choices else result.storage.get(node)
+            if isinstance(placed, Shard):
+                size /= wish.size
+        return size
+
+    def flops(self, node: fx.Node) -> float:
+        """Work of a call on one rank, given what earlier axes split."""
+        work = row_flops(node, self.rows[node])
+        for wish, result in zip(self.wishes, self.done, strict=False):
+            if result.choices[node].factor is not None:
+                work /= wish.size
+        return work
+
+
+class AxisProblem:
+    """The minimisation of one axis: a variable per call and per input, a hub per value that many calls read."""
+
+    def __init__(
+        self,
+        owner: FirstChoice,
+        wish: AxisWish,
+        options: Mapping[fx.Node, list[Choice]],
+        stores: Mapping[fx.Node, list[Placement]],
+    ) -> None:
+        self.owner, self.wish, self.options, self.stores = owner, wish, options, stores
+        self.problem = Problem()
+        self.prices = Prices(wish.size)
+        self.touch = TOUCH_SEQUENCE if wish.sequence_parallel else TOUCH
+
+    def solve(self) -> Solution:
+        """Build all tables and minimise."""
+        for node, choices in self.options.items():
+            self.problem.variable(node, np.array([self._work(node, c) for c in choices]))
+        for node, placements in self.stores.items():
+            self.problem.variable(node, np.array([self._keep(node, p) for p in placements]))
+        self._edges()
+        self._outputs()
+        return self.problem.solve()
+
+    def _work(self, node: fx.Node, choice: Choice) -> float:
+        share = 1.0 if choice.factor is None else 1.0 / self.wish.size
+        work = BYTES_PER_FLOP * self.owner.flops(node) * share
+        for source, placement in zip(self.owner.space.tensors[node], choice.inputs, strict=True):
+            work += self.touch * self._part(value_of(source), placement)
+        for index, output in enumerate(choice.outputs):
+            if output is not None:
+                work += self.touch * self._part((node, index), output)
+        return work
+
+    def _part(self, value: Value, placement: Placement) -> float:
+        return self.owner.local_bytes(value) / (self.wish.size if isinstance(placement, Shard) else 1)
+
+    def _keep(self, node: fx.Node, placement: Placement) -> float:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return 0.0
+        return KEEP * self._part((node, 0), placement)
+
+    def _produced(self, value: Value) -> tuple[Hashable | None, list[Placement]]:
+        """(variable, placement per value of the variable) of a value's producer."""
+        node, index = value
+        if node in self.options:
+            return node, [c.outputs[index] or REPLICATE for c in self.options[node]]
+        if node in self.stores:
+            return node, self.stores[node]
+        return None, [REPLICATE]
+
+    def _edges(self) -> None:
+        readers: dict[tuple[Value, Phase], list[tuple[fx.Node, int]]] = {}
+        for node in self.options:
+            phase = node.meta.get("phase", Phase.FORWARD)
+            for i, source in enumerate(self.owner.space.tensors[node]):
+                readers.setdefault((value_of(source), phase), []).append((node, i))
+        for (value, phase), places in readers.items():
+            source, have = self._produced(value)
+            heavy = {n for n, _ in places if self.owner.flops(n) > 0}
+            if source is not None and len(heavy) > 1:
+                source, have = self._hub(value, phase, source, have, places)
+            for node, i in places:
+                wanted = [c.inputs[i] for c in self.options[node]]
+                self._link(source, have, node, wanted, self.owner.local_bytes(value))
+
+    def _hub(
+        self, value: Value, phase: Phase, source: Hashable, have: list[Placement], places: list[tuple[fx.Node, int]]
+    ) -> tuple[Hashable, list[Placement]]:
+        """A variable for the form in which heavy readers share a value: it is moved once, not once a reader."""
+        forms = dict.fromkeys(have)
+        for node, i in places:
+            forms.update(dict.fromkeys(c.inputs[i] for c in self.options[node]))
+        hub = ("hub", value, phase)
+        self.problem.variable(hub, np.zeros(len(forms)))
+        self._link(source, have, hub, list(forms), self.owner.local_bytes(value))
+        return hub, list(forms)
+
+    def _link(
+        self, source: Hashable | None, have: list[Placement], target: Hashable, wanted: list[Placement], size: float
+    ) -> None:
+        table = self.prices.table(have, wanted, size)
+        if source is None:
+            self.problem.unary[target] = self.problem.unary[target] + table[0]
+        else:
+            self.problem.add_pair(source, target, table)
+
+    def _outputs(self) -> None:
+        """Outputs leave reduced; gradients leave as their parameter is kept."""
+        by_name = {spec.name: node for node, spec in self.owner.specs.items()}
+        step = self.owner.step
+        for spec, node in zip(step.outputs, step.results, strict=True):
+            if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            value = value_of(node)
+            source, have = self._produced(value)
+            size = self.owner.local_bytes(value)
+            if source is None:
+                continue
+            if spec.kind in (OutputKind.LOSS, OutputKind.RESULT):
+                costs = [0.0 if isinstance(p, Shard) else self.prices.of(p, REPLICATE, size) for p in have]
+                self.problem.unary[source] = self.problem.unary[source] + np.array(costs)
+            else:
+                home = by_name[spec.name]
+                self._link(source, have, home, self.stores[home], size)
+
+
+class Prices:
+    """Bytes on the wire of every change of placement on one axis."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._tables: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], tuple[Table, Table]] = {}
+
+    def table(self, have: list[Placement], wanted: list[Placement], size: float) -> Table:
+        """Prices [have, wanted] for a value of ``size`` bytes."""
+        key = (tuple(have), tuple(wanted))
+        if key not in self._tables:
+            parts = np.array([[self._price(a, b) for b in wanted] for a in have])
+            self._tables[key] = (parts[..., 0], parts[..., 1])
+        per_byte, fixed = self._tables[key]
+        return per_byte * size + fixed
+
+    def of(self, have: Placement, wanted: Placement, size: float) -> float:
+        """One price."""
+        per_byte, fixed = self._price(have, wanted)
+        return per_byte * size + fixed
+
+    def _price(self, have: Placement, wanted: Placement) -> tuple[float, float]:
+        """(price per byte of the whole value, fixed price)."""
+        if have == wanted:
+            return 0.0, 0.0
+        kind = kind_of(have, wanted, self.num_ranks)
+        share = 1.0 / self.num_ranks if kind is StepKind.ALL_TO_ALL else 1.0
+        per_byte = wire_bytes(kind, self.num_ranks, share) + TOUCH
+        fixed = 0.0 if kind in (StepKind.SLICE, StepKind.TO_PARTIAL) else BYTES_PER_COLLECTIVE
+        return per_byte, fixed
+
+
+# Calls whose work is the product of the sizes of their factors, and how often that product is done.
+CONTRACTIONS: Mapping[str, float] = {
+    "aten::mm": 1,
+    "aten::bmm": 1,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+    "aten::mv": 1,
+    "aten::addmv": 1,
+    "aten::dot": 1,
+    "aten::convolution": 1,
+    "aten::convolution_backward": 2,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 1,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 2.5,
+}
+
+
+def row_flops(node: fx.Node, row: Row) -> float:
+    """Floating-point operations of a contraction, from the sizes of its factors; 0 for other calls."""
+    times = CONTRACTIONS.get(op_name(node.target))  # type: ignore[arg-type]
+    if times is None:
+        return 0.0
+    sizes = row.sizes
+    if "dot_product" in str(node.target):
+        return 2.0 * times * math.prod(n for f, n in sizes.items() if f not in ("d", "e")) * (sizes["d"] + sizes["e"])
+    return 2.0 * times * math.prod(n for f, n in sizes.items() if not f.startswith("x"))
+
+
+def choose(step: StepGraph, rows: Mapping[fx.Node, Row], wishes: Sequence[AxisWish]) -> tuple[Assignment, list[str]]:
+    """The cheapest assignment for ``step`` on the mesh that ``wishes`` span, and notes on what could not be used.
+
+    Args:
+        step: a normalized step.
+        rows: its rows.
+        wishes: the mesh axes, outermost first.
+    """
+    results = FirstChoice(step, rows, wishes).run()
+    mesh = Mesh(axes=tuple(w.name for w in wishes), sizes=tuple(w.size for w in wishes))
+    choices = {n.name: tuple(r.choices[n] for r in results) for n in rows}
+    storage: dict[str, Layout] = {}
+    for node, spec in zip(step.placeholders, step.inputs, strict=True):
+        layout = tuple(r.storage.get(node, REPLICATE) for r in results)
+        if spec.kind is InputKind.PARAMETER:
+            for axis, wish in enumerate(wishes):
+                if wish.zero and wish.size > 1:
+                    layout = zero_layout(layout, shape_of((node, 0)), axis, mesh.sizes)
+        storage[spec.name] = layout
+    notes = [
+        f"axis {w.name} of {w.size} ranks: nothing to split, so it replicates"
+        for w, r in zip(wishes, results, strict=True)
+        if w.size > 1 and not r.used
+    ]
+    zero = max((w.zero for w in wishes), default=0)
+    return Assignment(mesh=mesh, choices=choices, storage=storage, gather_once=zero in (1, 2)), notes
+
+
+def zero_layout(layout: Layout, shape: tuple[int, ...], axis: int, sizes: tuple[int, ...]) -> Layout:
+    """``layout`` with the parameter also split over the data axis: a dim that divides, untouched by other axes if possible.
+
+    Parameters too small to give every rank a part stay whole.
+
+    >>> zero_layout((REPLICATE, Shard(0, 1, 2)), (8, 6), 0, (2, 2))
+    (Shard(dim=1, blocks=1, units=2), Shard(dim=0, blocks=1, units=2))
+    """
+    num_ranks = sizes[axis]
+    candidates: list[tuple[int, int, Shard]] = []
+    for dim, size in enumerate(shape):
+        others = shards_of_dim(layout, dim)
+        blocks = max((s.blocks * s.units for _, s in others), default=1)
+        rest = size // blocks
+        if rest % num_ranks == 0 and rest:
+            candidates.append((len(others), dim, Shard(dim, blocks, num_ranks)))
+        elif not others and can_split(size, num_ranks):
+            candidates.append((2, dim, Shard(dim, 1, size)))
+    for _, _, shard in sorted(candidates, key=lambda c: c[:2]):
+        split = (*layout[:axis], shard, *layout[axis + 1 :])
+        if compatible(split, shape):
+            return split
+    return layout

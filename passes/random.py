@@ -1,0 +1,80 @@
+"""Random draws of a rank.
+
+``exact``: the draw is made whole, from the default generator and in the order of one device, and then narrowed: the
+numbers are those of one device (for tests and comparisons; it needs a temporary of global size).
+
+``fast``: a draw is seeded by (seed of the step, number of the draw, which part of the tensor this rank holds): ranks that
+hold the same part draw the same numbers, ranks that hold different parts different ones, and nothing is of global size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from autopar.cost_models.errors import UnsupportedOpError
+from autopar.passes.placement import Shard
+
+if TYPE_CHECKING:
+    from autopar.passes.lowering import LocalContext
+
+SEED_NAME = "rng_seed"
+MULTIPLIER = 6364136223846793005  # Knuth's MMIX constant: spreads (draw, part) over 64 bits
+
+
+def seeded(op: torch._ops.OpOverload, seed: torch.Tensor, draw: int, part: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a random operation with the default generator seeded by (seed, draw, part), and put the generator back."""
+    mixed = (int(seed) * MULTIPLIER + draw * 1000003 + part * 7919 + 1) % 2**63
+    device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device(kwargs.get("device") or "cpu"))
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(mixed)
+        return op(*args, **kwargs)
+
+
+def part_index(ctx: LocalContext) -> int:
+    """Which part of the draw this rank holds: its position along the axes that split it."""
+    index = 0
+    for axis, choice in enumerate(ctx.choices):
+        if any(isinstance(p, Shard) for p in choice.outputs):
+            index = index * ctx.sizes[axis] + ctx.coords[axis] + 1
+    return index
+
+
+def lower_random(ctx: LocalContext, rng: str, seed: fx.Node | None, draw: int) -> Any:
+    """Emit the draw of ``ctx`` for one rank."""
+    if rng == "exact":
+        return lower_exact(ctx)
+    if seed is None:
+        raise UnsupportedOpError(f"{ctx.call.op} draws random numbers, but the program has no seed input")
+    replaced: dict[str, Any] = {}
+    if "size" in ctx.call.names:
+        replaced["size"] = list(ctx.local_output_shape(0))
+    args, kwargs = ctx.local_arguments(replaced)
+    seeded_args = (ctx.call.op, seed, draw, part_index(ctx), args, kwargs)
+    return ctx.emitter.opaque_call(seeded, seeded_args, ctx.call.op, args, kwargs)
+
+
+def lower_exact(ctx: LocalContext) -> Any:
+    """Draw the whole tensor in the single-device order, then narrow."""
+    call = ctx.call
+    if not ctx.split_factors:
+        return ctx.emit_unchanged()
+    if call.op is torch.ops.aten.native_dropout.default:
+        x = ctx.tensor(0)
+        shape = list(call.shapes[0])
+        value = x.meta["val"]
+        whole = ctx.emit("empty.memory_format", shape, dtype=value.dtype, device=value.device)
+        drawn = ctx.emit(call.op, whole, call["p"], call["train"])
+        mask = ctx.narrow_output(ctx.emitter.getitem(drawn, 1), 1)
+        p = call["p"]
+        scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+        return ctx.emit("mul.Scalar", ctx.emit("mul.Tensor", x, mask), scale), mask
+    if call.tensors:
+        # Only the shape of the argument matters: draws whose parameters are tensors have rows that are never split.
+        value = call.tensors[0].meta["val"]
+        whole = ctx.emit("empty.memory_format", list(call.shapes[0]), dtype=value.dtype, device=value.device)
+        ctx.tensors[0] = whole
+    return ctx.narrow_output(ctx.emit_unchanged(), 0)
