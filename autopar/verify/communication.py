@@ -254,4 +254,4 @@ def _check_equal(one: Call, other: Call, fields: Sequence[str]) -> None:
     for field in fields:
         ours, theirs = getattr(one.message, field), getattr(other.message, field)
         if ours != theirs:
-            raise VerificationError(f"{field} differs, {ours} against {theirs}:\n  {one}\n  {other}")
+            raise VerificationError(f"{field} differ, {ours} against {theirs}:\n  {one}\n  {other}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed._functional_collectives  # registers the shapes of communication ops
 from torch import fx
 
 from autopar.passes.base import (
@@ -50,7 +51,7 @@ class Sketch:
         node = self.graph.create_node("call_function", op, args, kwargs, name=op._schema.name.split("::")[1])
         node.meta |= {"layer": self.layer, "phase": self.phase, "source": f"model.py:{len(self.graph.nodes)}: {op}"}
         values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = op(*values[0], **values[1])
+        node.meta["val"] = op(*values[0], **{k: "meta" if k == "device" else v for k, v in values[1].items()})
         if origin:
             node.meta["origin"] = origin
         if layout is not None:
@@ -67,17 +68,14 @@ class Sketch:
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
 
-def program(sketch: Sketch, outputs, mesh: Mesh, rank: int, *, inputs=(), output_tensors=(), specs=()) -> Program:
-    """A program of ``rank``; without ``specs`` its outputs are results."""
-    specs = specs or tuple(OutputSpec(kind=OutputKind.RESULT, name=f"result[{i}]") for i in range(len(outputs)))
-    count = sum(n.op == "placeholder" for n in sketch.graph.nodes)
-    batch = tuple(InputSpec(kind=InputKind.BATCH, name=f"args[{i}]", leaf=i) for i in range(count))
+def program(sketch: Sketch, outputs, mesh: Mesh, rank: int) -> Program:
+    """A program that is run but not compared: its tensors have no layouts."""
     return Program(
         graph_module=sketch.module(outputs),
-        inputs=INPUTS if inputs and len(inputs) == 3 else batch,
-        outputs=specs,
-        input_tensors=tuple(inputs),
-        output_tensors=tuple(output_tensors) or (None,) * len(outputs),
+        inputs=(),
+        outputs=tuple(OutputSpec(kind=OutputKind.RESULT, name=f"result[{i}]") for i in range(len(outputs))),
+        input_tensors=(),
+        output_tensors=(None,) * len(outputs),
         mesh=mesh,
         rank=rank,
     )
@@ -102,7 +100,9 @@ def mlp_step() -> StepGraph:
     sketch.layer = "mlp.up"
     grad_hidden = sketch.call(aten.threshold_backward.default, grad_active, hidden, 0)
     grad_up = sketch.call(aten.mm.default, sketch.call(aten.t.default, x), grad_hidden)
-    return StepGraph(graph_module=sketch.module((loss, grad_up, grad_down)), inputs=INPUTS, outputs=OUTPUTS, loss_leaf=0)
+    return StepGraph(
+        graph_module=sketch.module((loss, grad_up, grad_down)), inputs=INPUTS, outputs=OUTPUTS, loss_leaf=0
+    )
 
 
 def mlp_program(mesh: Mesh, rank: int, *, zero: bool = False, forget: str = "") -> Program:
@@ -158,17 +158,19 @@ def mlp_program(mesh: Mesh, rank: int, *, zero: bool = False, forget: str = "") 
         grad_up = scatter_rows(sketch, grad_up, WIDTH, dp, coords[0])
     else:
         grad_up = sketch.wait(c10d.all_reduce.default, grad_up, "sum", "dp")
-    shapes = {**SHAPES, "loss": ()}
-    held = {name: (shapes[name], layout) for name, layout in {**layouts, "loss": (REPLICATE,) * 2}.items() if name != "y"}
-    tensors = {n: ProgramTensor(layout=layout, shape=s, dtype=torch.float32) for n, (s, layout) in held.items()}
-    return program(
-        sketch,
-        (loss, grad_up, grad_down),
-        mesh,
-        rank,
-        inputs=[tensors[n] for n in SHAPES],
-        output_tensors=[tensors[n] for n in ("loss", "up", "down")],
-        specs=OUTPUTS,
+    layouts["loss"] = (REPLICATE, REPLICATE)
+    tensors = {
+        name: ProgramTensor(layout=layouts[name], shape=shape, dtype=torch.float32)
+        for name, shape in {**SHAPES, "loss": ()}.items()
+    }
+    return Program(
+        graph_module=sketch.module((loss, grad_up, grad_down)),
+        inputs=INPUTS,
+        outputs=OUTPUTS,
+        input_tensors=tuple(tensors[n] for n in SHAPES),
+        output_tensors=tuple(tensors[n] for n in ("loss", "up", "down")),
+        mesh=mesh,
+        rank=rank,
     )
 
 

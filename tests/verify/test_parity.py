@@ -9,7 +9,9 @@ from autopar.verify import check_programs, verify_programs
 from tests.verify.sketch import BATCH, HIDDEN, OUT, WIDTH, mlp_programs, mlp_step
 
 
-@pytest.mark.parametrize(("dp", "tp", "zero"), [(1, 1, False), (1, 2, False), (4, 1, False), (2, 3, False), (4, 4, True)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "zero"), [(1, 1, False), (1, 2, False), (4, 1, False), (2, 3, False), (4, 4, True)]
+)
 def test_right_programs_equal_one_device(dp, tp, zero):
     programs = mlp_programs(dp, tp, zero=zero)
     check_programs(programs)
