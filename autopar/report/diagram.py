@@ -112,7 +112,7 @@ class _Drawing:
     def _describe(self, position: int, row: Row) -> None:
         """Tell a box what a row that is passed through knows of its result: roles, and the layout of a first output."""
         box = self.boxes[position]
-        if row.roles:
+        if row.roles and not all(role in box.note for role in row.roles):
             box = dataclasses.replace(box, note=f"{box.note}  {_roles(row)}".strip())
         if row.call == "getitem" and not box.layout and row.layout:
             box = dataclasses.replace(box, layout=" ".join(row.layout), shape=shapes(row))
