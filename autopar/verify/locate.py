@@ -1,12 +1,14 @@
 """Find the first value of the step that the ranks compute differently from one device.
 
-Program nodes say which node of the step they compute (``meta["origin"]``) and how the value lies on the mesh
-(``meta["layout"]``).  Both are run again; every such value that feeds a wrong output is put together and compared.
+Program nodes say which value of the step they compute (``meta["origin"]``, ``meta["origin_index"]`` where the node has
+several outputs) and how it lies on the mesh (``meta["layout"]``).  Both are run again; every such value that feeds a
+wrong output is put together and compared.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from autopar.verify.report import Mismatch
 
 # An intermediate value is measured against its own size, or this share of its inputs' where they cancel.
 _CANCELLATION = 1e-2
+_Value = tuple[str, int]  # name of a node of the step, index of the output
 # A value that is off by less than this share of the wrong output's error did not cause it.
 _SHARE = 1e-2
 
@@ -49,7 +52,7 @@ def first_mismatch(
     """
     ends = [n for s, n in zip(step.outputs, step.results, strict=True) if (s.kind, s.name) in wrong and n is not None]
     named = {n.meta.get("origin") for p in programs for n in p.graph_module.graph.nodes if "layout" in n.meta}
-    wanted = {node.name for node in _ancestors(ends) if node.op != "placeholder" and node.name in named}
+    wanted = {node.name for node in _ancestors(ends) if node.name in named and _is_defined(node)}
     start = torch.get_rng_state()
     recorder = _Recorder(step.graph_module, wanted)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -67,12 +70,20 @@ def _lost_after(
 ) -> Mismatch | None:
     """The first wrong output whose own value was computed right: it was spoilt on its way out (a missing reduction)."""
     for spec, node in zip(step.outputs, step.results, strict=True):
-        if (spec.kind, spec.name) not in wrong or node is None or node.name not in collector.layouts:
+        value = None if node is None else _value_of(node)
+        if (spec.kind, spec.name) not in wrong or node is None or value not in collector.layouts:
             continue
         note = f"right where it is computed, wrong as the {spec.kind.value} {spec.name}: its reduction or gather is off"
-        ranks, layout = tuple(range(collector.num_ranks)), collector.layouts[node.name]
+        ranks, layout = tuple(range(collector.num_ranks)), collector.layouts[value]
         return _describe(node, layout, ranks, wrong[spec.kind, spec.name], note)
     return None
+
+
+def _value_of(node: fx.Node) -> _Value:
+    """The value that ``node`` stands for: a getitem is an output of the node before it."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int):
+        return node.args[0].name, node.args[1]
+    return node.name, 0
 
 
 def _describe(node: fx.Node, layout: Layout, ranks: tuple[int, ...], error: float, note: str) -> Mismatch:
@@ -87,6 +98,11 @@ def _describe(node: fx.Node, layout: Layout, ranks: tuple[int, ...], error: floa
         error=error,
         note=note,
     )
+
+
+def _is_defined(node: fx.Node) -> bool:
+    """Whether ``node`` computes something: no input of the step, no uninitialised memory."""
+    return node.op == "call_function" and "empty" not in str(node.target)
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -104,20 +120,26 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, wanted: Collection[str]) -> None:
         super().__init__(module)
-        self.values: dict[str, torch.Tensor] = {}
-        self.scales: dict[str, float] = {}
+        self.values: dict[_Value, torch.Tensor] = {}
+        self.scales: dict[_Value, float] = {}
         self._wanted = wanted
         self._sizes: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> object:
         """Run one node and note what is needed of its value."""
         value = super().run_node(n)
-        if isinstance(value, torch.Tensor):
-            self._sizes[n] = magnitude(value)
-            if n.name in self._wanted:
-                inputs = max((self._sizes.get(used, 0.0) for used in n.all_input_nodes), default=0.0)
-                self.values[n.name] = value
-                self.scales[n.name] = max(self._sizes[n], _CANCELLATION * inputs)
+        tensors = {
+            index: item
+            for index, item in enumerate(value if isinstance(value, list | tuple) else [value])
+            if isinstance(item, torch.Tensor)
+        }
+        sizes = {index: magnitude(tensor) for index, tensor in tensors.items()}
+        self._sizes[n] = max(sizes.values(), default=0.0)
+        if n.name in self._wanted:
+            inputs = max((self._sizes.get(used, 0.0) for used in n.all_input_nodes), default=0.0)
+            for index, tensor in tensors.items():
+                self.values[n.name, index] = tensor
+                self.scales[n.name, index] = max(sizes[index], _CANCELLATION * inputs)
         return value
 
 
@@ -129,13 +151,14 @@ class _Collector:
         self._mesh = programs[0].mesh
         self._recorder = recorder
         self._tolerance = tolerance
-        self._parts: dict[str, dict[int, torch.Tensor]] = {}
-        self.layouts: dict[str, Layout] = {}
-        self._found: dict[str, tuple[tuple[int, ...], float, str]] = {}
+        self.layouts: dict[_Value, Layout] = {}
+        self._parts: dict[_Value, dict[int, torch.Tensor]] = {}
+        self._found: dict[_Value, tuple[tuple[int, ...], float, str]] = {}
 
     def __call__(self, rank: int, node: fx.Node, value: object) -> None:
         """Take one rank's part of a value."""
-        origin, layout = node.meta.get("origin"), node.meta.get("layout")
+        layout = node.meta.get("layout")
+        origin = (node.meta.get("origin", ""), node.meta.get("origin_index", 0))
         if layout is None or origin not in self._recorder.values or not isinstance(value, torch.Tensor):
             return
         parts = self._parts.setdefault(origin, {})
@@ -148,12 +171,13 @@ class _Collector:
         """Compare what only some ranks hold, and describe the first wrong value in ``order``."""
         for origin in list(self._parts):
             self._compare(origin)
-        node = next((n for n in order if n.name in self._found), None)
-        if node is None:
+        place = {node.name: (number, node) for number, node in enumerate(order)}
+        first = min(self._found, key=lambda value: (place[value[0]][0], value[1]), default=None)
+        if first is None:
             return None
-        return _describe(node, self.layouts[node.name], *self._found[node.name])
+        return _describe(place[first[0]][1], self.layouts[first], *self._found[first])
 
-    def _compare(self, origin: str) -> None:
+    def _compare(self, origin: _Value) -> None:
         parts = self._parts.pop(origin)
         want, scale = self._recorder.values[origin], self._recorder.scales[origin]
         layout, held = self.layouts[origin], [parts.get(rank) for rank in range(self._mesh.size)]

@@ -26,8 +26,10 @@ TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float16: 5e-3,
     torch.bfloat16: 3e-2,
 }
-# A true gradient of zero (a key bias) is all rounding: it is measured against the model's largest gradient.
+# A true gradient of zero (a key bias) is all rounding: it is measured against the model's largest gradient.  Other
+# outputs have no common scale (a buffer of variances says nothing about one of means): their floor is not above 1e-3.
 _FLOOR = 1e-3
+_GRADIENTS = frozenset({OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT})
 
 
 def verify_programs(
@@ -41,8 +43,8 @@ def verify_programs(
     """Compare every output of ``programs``, run in lockstep, with the single-device ``step``.
 
     The error of an output is its largest absolute difference over its largest entry, or over a thousandth of the
-    largest entry among all outputs of its kind where that is more.  NaN and infinities must be at the same places;
-    integers must be equal; dtypes and shapes must be.
+    largest entry among all outputs of its kind where that is more (gradients; for other kinds 1e-3 at most).  NaN and
+    infinities must be at the same places; integers must be equal; dtypes and shapes must be.
 
     Args:
         step: one device's step on the global batch.
@@ -140,16 +142,26 @@ def _compare(
         {(s.kind, s.name): (o, t) for s, o, t in zip(p.outputs, out, p.output_tensors, strict=True)}
         for p, out in zip(programs, outputs, strict=True)
     ]
-    floors = dict.fromkeys(OutputKind, 0.0)
-    for spec, want in zip(specs, wanted, strict=True):
-        if isinstance(want, torch.Tensor):
-            floors[spec.kind] = max(floors[spec.kind], _FLOOR * magnitude(want))
+    floors = _floors(specs, wanted)
     rows = []
     for spec, want in zip(specs, wanted, strict=True):
         entries = [rank.get((spec.kind, spec.name), (None, None)) for rank in by_rank]
         held = _Held(parts=tuple(e[0] for e in entries), tensors=tuple(e[1] for e in entries))
         rows.append(_row(spec, want, held, mesh, rtol=rtol, floor=floors[spec.kind]))
     return rows
+
+
+def _floors(specs: Sequence[OutputSpec], wanted: Sequence[Any]) -> dict[OutputKind, float]:
+    floors = dict.fromkeys(OutputKind, 0.0)
+    for spec, want in zip(specs, wanted, strict=True):
+        if isinstance(want, torch.Tensor) and not _is_exact(want):
+            floors[spec.kind] = max(floors[spec.kind], _FLOOR * magnitude(want))
+    return {kind: floor if kind in _GRADIENTS else min(floor, _FLOOR) for kind, floor in floors.items()}
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    """Whether values of this dtype are not rounded."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def _row(spec: OutputSpec, want: object, held: _Held, mesh: Mesh, *, rtol: float, floor: float) -> Row:
@@ -160,7 +172,7 @@ def _row(spec: OutputSpec, want: object, held: _Held, mesh: Mesh, *, rtol: float
     if not isinstance(want, torch.Tensor) or layout is None:
         return Row(kind=spec.kind, name=spec.name, error=0.0, tolerance=rtol, ok=True)
     apart, drift = part_differences(held.parts, layout, mesh, want)
-    exact = not (want.dtype.is_floating_point or want.dtype.is_complex)
+    exact = _is_exact(want)
     scale = 1.0 if exact else max(magnitude(want), floor)
     tolerance = 0.0 if exact else rtol
     worst = max(apart, key=lambda rank: apart[rank])

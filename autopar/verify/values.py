@@ -58,7 +58,8 @@ def model_values(step: StepGraph, model: torch.nn.Module, leaves: Sequence[Any],
             value = leaves[spec.leaf]
         if value is None or _is_empty_shell(value):
             value = random_value(spec, node.meta.get("val"), generator)
-        found[spec.name] = value.detach() if isinstance(value, torch.Tensor) else value
+        # The step was captured on CPU, wherever the model lives.
+        found[spec.name] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
     return found
 
 

@@ -1,12 +1,14 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from autopar.cost_models.errors import VerificationError
-from autopar.passes.base import Mesh, OutputKind, StepGraph
+from autopar.passes.base import Mesh, OutputKind, OutputSpec, StepGraph
 from autopar.verify import check_programs, verify_programs
-from tests.verify.sketch import BATCH, HIDDEN, OUT, WIDTH, mlp_programs, mlp_step
+from autopar.verify.parity import _floors, default_tolerance
+from tests.verify.sketch import BATCH, HIDDEN, OUT, WIDTH, Sketch, aten, mlp_programs, mlp_step
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,35 @@ def test_report_of_a_missing_gradient():
     report = verify_programs(step, mlp_programs(1, 2), 0)
     assert "where one device has None" in report.rows[1].note
     assert report.mesh == Mesh(axes=("dp", "tp"), sizes=(1, 2))
+
+
+def test_a_zero_gradient_is_measured_against_the_largest_one():
+    """The key bias of attention: its true gradient is zero, what a run gives is rounding."""
+    gradient = [OutputSpec(kind=OutputKind.GRADIENT, name=n) for n in ("weight", "bias")]
+    floors = _floors(gradient, [torch.full((3,), 5.0), torch.full((3,), 1e-9)])
+    assert floors[OutputKind.GRADIENT] == pytest.approx(5e-3)
+    buffers = [OutputSpec(kind=OutputKind.MUTATION, name=n) for n in ("var", "mean", "count")]
+    floors = _floors(buffers, [torch.full((3,), 5e4), torch.zeros(3), torch.tensor(10**9)])
+    assert floors[OutputKind.MUTATION] == pytest.approx(1e-3)
+
+
+def test_the_tolerance_follows_the_coarsest_dtype():
+    sketch = Sketch()
+    x = sketch.input("x", (2,), torch.float64)
+    y = sketch.call(aten.mul.Tensor, x, 2.0)
+    assert default_tolerance(sketch.module([y])) == 1e-10
+    sketch = Sketch()
+    x = sketch.input("x", (2,))
+    y = sketch.call(aten._to_copy.default, x, dtype=torch.bfloat16)
+    assert default_tolerance(sketch.module([y])) == 3e-2
+
+
+def test_programs_with_their_own_random_stream_are_refused():
+    programs = mlp_programs(1, 2)
+    graph = programs[1].graph_module.graph
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")):
+        seed = graph.placeholder("rng_seed")
+        graph.call_function(torch.ops.aten.neg.default, (seed,))
+    programs[1] = dataclasses.replace(programs[1], seed_input="rng_seed")
+    with pytest.raises(VerificationError, match="rank 1 draws its own random numbers"):
+        verify_programs(mlp_step(), programs, 0)
