@@ -10,6 +10,7 @@ from autopar.cost_models.errors import (
     PlanError,
     RuntimeStateError,
     UnsupportedOpError,
+    UsageError,
     VerificationError,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "PlanError",
     "RuntimeStateError",
     "UnsupportedOpError",
+    "UsageError",
     "VerificationError",
 ]

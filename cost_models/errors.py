@@ -43,3 +43,7 @@ class ClusterError(AutoparError):
 
 class UnsupportedOpError(AutoparError):
     """An operation cannot be run under the requested split."""
+
+
+class UsageError(AutoparError):
+    """An argument of a function or of the command line is unknown, malformed or not to be had here."""
