@@ -419,7 +419,7 @@ def _chain_op(chain: Sequence[fx.Node]) -> Op:
         dtype=dtype_name(dtype),
         flops=float(flops),
         bytes=float(moved),
-        layer=chain[-1].meta.get("layer", ""),
+        layer=chain[0].meta.get("layer", ""),
     )
 
 

@@ -228,7 +228,7 @@ class Redistributor:
         widest = chunk(shard.units, self.sizes[axis], 0)[1]
         view = view_around(shape, shard, blocks, length)
         emit, num_ranks = self.emitter.call, self.sizes[axis]
-        if length != widest:
+        if widest * num_ranks != shard.units:  # on every rank alike, so that the shapes on the wire agree
             node = emit("reshape", node, view.with_units(length))
             node = emit("constant_pad_nd", node, [0, 0, 0, 0, 0, widest - length])
             self.emitter.mark_rank_dependent(node)
@@ -268,7 +268,7 @@ class Redistributor:
         scattered = self.emitter.reduce_scatter(self.emitter.contiguous(flat), num_ranks, self.axes[axis])
         target = list(shape)
         target[shard.dim] = blocks * length * view.rest
-        if length != widest:
+        if widest * num_ranks != shard.units:
             scattered = emit("reshape", scattered, [view.before, blocks, widest, view.rest, view.after])
             scattered = emit("slice.Tensor", scattered, 2, 0, length)
             self.emitter.mark_rank_dependent(scattered)

@@ -22,6 +22,7 @@ from autopar.passes.options import (
     OptionSpace,
     Value,
     batch_inputs,
+    replicated,
     shape_of,
     value_of,
 )
@@ -34,8 +35,9 @@ from autopar.search.eliminate import Problem, Solution, Table
 
 Family = tuple[Value, Placement]
 
-BYTES_PER_FLOP = 0.1  # price of work that is not split, in bytes moved
-BYTES_PER_COLLECTIVE = 256.0  # fewer collectives win among equals
+# Price of work that is not split, in bytes moved: an axis that was asked for is to be used.
+BYTES_PER_FLOP = {"data": 1e3, "tensor": 0.1}
+COLLECTIVE = 1e-5  # price of one more collective, as a share of the price of all work: small work is not worth one
 TOUCH = 1e-3  # price of touching a byte of memory: among equals, less of it
 TOUCH_SEQUENCE = 0.05  # the same where the user asked for activations to be split along the sequence
 KEEP = 0.05  # price of keeping a byte of a parameter
@@ -87,11 +89,19 @@ class FirstChoice:
         return self.done
 
     def _axis(self, wish: AxisWish) -> AxisResult:
+        if wish.size == 1:
+            return self._idle()
         families = Families(self.space, wish.size)
         if wish.role == "tensor":
             return self._solve(wish, families, self._tensor_families(families, wish))
         results = [self._solve(wish, families, {family}) for family in self._batch_families(families, wish)]
         return min(results, key=lambda r: r.cost) if results else self._solve(wish, families, set())
+
+    def _idle(self) -> AxisResult:
+        """An axis of one rank."""
+        choices = {node: replicated(row) for node, row in self.rows.items()}
+        storage: dict[fx.Node, Placement] = dict.fromkeys(self.specs, REPLICATE)
+        return AxisResult(choices=choices, storage=storage, cost=0.0, exact=True, used=False)
 
     def _batch_families(self, families: Families, wish: AxisWish) -> list[Family]:
         """Candidate batches: the families of dim 0 of the batch inputs."""
@@ -193,7 +203,9 @@ class AxisProblem:
     ) -> None:
         self.owner, self.wish, self.options, self.stores = owner, wish, options, stores
         self.problem = Problem()
-        self.prices = Prices(wish.size)
+        self.per_flop = BYTES_PER_FLOP[wish.role]
+        total = sum(owner.flops(node) for node in options)
+        self.prices = Prices(wish.size, 1.0 + COLLECTIVE * self.per_flop * total)
         self.touch = TOUCH_SEQUENCE if wish.sequence_parallel else TOUCH
 
     def solve(self) -> Solution:
@@ -208,7 +220,7 @@ class AxisProblem:
 
     def _work(self, node: fx.Node, choice: Choice) -> float:
         share = 1.0 if choice.factor is None else 1.0 / self.wish.size
-        work = BYTES_PER_FLOP * self.owner.flops(node) * share
+        work = self.per_flop * self.owner.flops(node) * share
         for source, placement in zip(self.owner.space.tensors[node], choice.inputs, strict=True):
             work += self.touch * self._part(value_of(source), placement)
         for index, output in enumerate(choice.outputs):
@@ -292,8 +304,8 @@ class AxisProblem:
 class Prices:
     """Bytes on the wire of every change of placement on one axis."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, num_ranks: int, per_collective: float) -> None:
+        self.num_ranks, self.per_collective = num_ranks, per_collective
         self._tables: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], tuple[Table, Table]] = {}
 
     def table(self, have: list[Placement], wanted: list[Placement], size: float) -> Table:
@@ -317,7 +329,7 @@ class Prices:
         kind = kind_of(have, wanted, self.num_ranks)
         share = 1.0 / self.num_ranks if kind is StepKind.ALL_TO_ALL else 1.0
         per_byte = wire_bytes(kind, self.num_ranks, share) + TOUCH
-        fixed = 0.0 if kind in (StepKind.SLICE, StepKind.TO_PARTIAL) else BYTES_PER_COLLECTIVE
+        fixed = 0.0 if kind in (StepKind.SLICE, StepKind.TO_PARTIAL) else self.per_collective
         return per_byte, fixed
 
 
@@ -368,7 +380,7 @@ def choose(step: StepGraph, rows: Mapping[fx.Node, Row], wishes: Sequence[AxisWi
                     layout = zero_layout(layout, shape_of((node, 0)), axis, mesh.sizes)
         storage[spec.name] = layout
     notes = [
-        f"axis {w.name} of {w.size} ranks: nothing to split, so it replicates"
+        f"axis {w.name} of {w.size} ranks: nothing worth splitting, so it replicates"
         for w, r in zip(wishes, results, strict=True)
         if w.size > 1 and not r.used
     ]

@@ -128,7 +128,10 @@ def pointwise_row(call: Call) -> Row:
 
 def keeps_precision(call: Call) -> bool:
     """Whether a cast loses nothing, so that a sum may be taken after it."""
-    source, target = call.tensors[0].meta["val"].dtype, (call.outputs[0] or torch.empty(())).dtype
+    output = call.outputs[0]
+    if output is None:
+        return False
+    source, target = call.tensors[0].meta["val"].dtype, output.dtype
     if not (source.is_floating_point and target.is_floating_point):
         return False
     return torch.finfo(target).eps <= torch.finfo(source).eps and torch.finfo(target).max >= torch.finfo(source).max

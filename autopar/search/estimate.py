@@ -1,0 +1,147 @@
+"""What a step costs under an assignment, from sizes alone: work, bytes moved, bytes held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.cost_models.cluster import Cluster
+from autopar.lower.prepare import Prepared
+from autopar.passes.base import InputKind, OutputKind, Phase
+from autopar.passes.options import Value, replicated, shape_of, value_of
+from autopar.passes.partition import Assignment, fake_of
+from autopar.passes.placement import REPLICATE, Layout, Partial, Shard
+from autopar.passes.redistribute import steps, wire_bytes
+from autopar.passes.rules.row import Call
+from autopar.search.first_choice import row_flops
+
+# Bytes of optimizer state per byte of parameter.
+STATE_BYTES: Mapping[str, float] = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0, "adamw": 2.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Cost of one step on one rank: seconds, peak bytes, bytes sent, floating-point operations."""
+
+    step_time_s: float
+    peak_bytes: float
+    comm_bytes: float
+    flops: float
+
+
+def local_bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> float:
+    """Bytes of a value on one rank."""
+    fake = fake_of(value)
+    total = float(math.prod(fake.shape) * fake.dtype.itemsize)
+    return total / math.prod(n for p, n in zip(layout, sizes, strict=True) if isinstance(p, Shard))
+
+
+def estimate(
+    prepared: Prepared, assignment: Assignment, cluster: Cluster, optimizer: str, zero: int
+) -> Estimate:
+    """Roofline of the work, plus the time of every redistribution that is not hidden, plus what is held at the peak."""
+    book = Ledger(prepared, assignment)
+    book.run()
+    device = cluster.device
+    dtype = "bf16" if book.low_precision else "fp32"
+    work_s = book.flops / (device.peak(dtype) * device.matmul_efficiency)
+    spans = cluster.axis_levels(dict(zip(assignment.mesh.axes, assignment.mesh.sizes, strict=True)))
+    move_s = 0.0
+    for axis, sent in book.sent.items():
+        level = cluster.levels[spans[axis].outermost] if assignment.mesh.axis_size(axis) > 1 else cluster.levels[0]
+        move_s += sent / level.device_bytes_per_s + book.collectives[axis] * level.latency_s
+    touch_s = book.touched / (device.memory_bytes_per_s * device.memory_efficiency)
+    held = book.parameters * (1 + STATE_BYTES.get(optimizer, 2.0)) + book.gradients + book.saved
+    return Estimate(
+        step_time_s=work_s + touch_s + move_s,
+        peak_bytes=held,
+        comm_bytes=sum(book.sent.values()),
+        flops=book.flops,
+    )
+
+
+class Ledger:
+    """Walks the step once and books what every call and every redistribution costs one rank."""
+
+    def __init__(self, prepared: Prepared, assignment: Assignment) -> None:
+        self.prepared, self.assignment = prepared, assignment
+        self.mesh = assignment.mesh
+        self.whole: Layout = tuple(REPLICATE for _ in self.mesh.axes)
+        self.layouts: dict[Value, Layout] = {}
+        self.moved: set[tuple[Value, Layout, Phase | None]] = set()
+        self.flops = self.touched = self.saved = self.parameters = self.gradients = 0.0
+        self.sent = dict.fromkeys(self.mesh.axes, 0.0)
+        self.collectives = dict.fromkeys(self.mesh.axes, 0)
+        self.low_precision = False
+
+    def run(self) -> None:
+        """Book everything."""
+        normal = self.prepared.normal
+        for node, spec in zip(normal.placeholders, normal.inputs, strict=True):
+            layout = self.assignment.storage.get(spec.name, self.whole)
+            self.layouts[(node, 0)] = layout
+            if spec.kind is InputKind.PARAMETER:
+                size = local_bytes((node, 0), layout, self.mesh.sizes)
+                self.parameters += size
+                self.gradients += size if spec.trainable else 0.0
+        for node in normal.graph.nodes:
+            if node.op == "get_attr":
+                self.layouts[(node, 0)] = self.whole
+            elif node in self.prepared.rows:
+                self._call(node)
+        for spec, node in zip(normal.outputs, normal.results, strict=True):
+            if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+                value = value_of(node)
+                if spec.kind in (OutputKind.LOSS, OutputKind.RESULT):
+                    target = tuple(REPLICATE if isinstance(p, Partial) else p for p in self.layouts[value])
+                else:
+                    target = self.assignment.storage.get(spec.name, self.whole)
+                self._move(value, target, None)
+
+    def _call(self, node: fx.Node) -> None:
+        row = self.prepared.rows[node]
+        choices = self.assignment.choices.get(node.name) or tuple(replicated(row) for _ in self.mesh.axes)
+        split = math.prod(n for c, n in zip(choices, self.mesh.sizes, strict=True) if c.factor is not None)
+        phase = node.meta.get("phase", Phase.FORWARD)
+        self.flops += row_flops(node, row) / split
+        for i, source in enumerate(Call(node).tensors):
+            value = value_of(source)
+            layout = tuple(c.inputs[i] for c in choices)
+            self._move(value, layout, phase)
+            size = local_bytes(value, layout, self.mesh.sizes)
+            self.touched += size
+            self._save(value, node, phase, size)
+            if row_flops(node, row) and fake_of(value).dtype in (torch.bfloat16, torch.float16):
+                self.low_precision = True
+        for index, dims in enumerate(row.outputs):
+            if dims is not None:
+                layout = tuple(c.outputs[index] or REPLICATE for c in choices)
+                self.layouts[(node, index)] = layout
+                self.touched += local_bytes((node, index), layout, self.mesh.sizes)
+
+    def _save(self, value: Value, reader: fx.Node, phase: Phase, size: float) -> None:
+        """A forward value that the backward reads is held from one to the other."""
+        producer = value[0]
+        forward = producer.op == "call_function" and producer.meta.get("phase") is Phase.FORWARD
+        key = (value, self.whole, None)
+        if forward and phase is Phase.BACKWARD and key not in self.moved:
+            self.moved.add(key)
+            self.saved += size
+
+    def _move(self, value: Value, target: Layout, phase: Phase | None) -> None:
+        have = self.layouts[value]
+        if have == target or (value, target, phase) in self.moved:
+            return
+        self.moved.add((value, target, phase))
+        for step in steps(have, target, shape_of(value), self.mesh.sizes):
+            size = max(local_bytes(value, lay, self.mesh.sizes) for lay in (step.before, step.after))
+            axis = self.mesh.axes[step.axis]
+            sent = wire_bytes(step.kind, self.mesh.sizes[step.axis], size)
+            self.sent[axis] += sent
+            self.collectives[axis] += 1 if sent else 0
+
+

@@ -1,0 +1,179 @@
+"""From wishes to a plan: sizes of the mesh axes, then the first choice on that mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from autopar.cost_models.cluster import Cluster
+from autopar.cost_models.errors import ConstraintError
+from autopar.lower.prepare import Prepared, prepare
+from autopar.passes.base import InputKind, Mesh, StepGraph
+from autopar.passes.partition import Assignment
+from autopar.passes.rules.table import RuleTable
+from autopar.plan import Certificate, Constraints, Plan, Prediction, format_placement
+from autopar.search.estimate import Estimate, estimate
+from autopar.search.first_choice import AxisWish, choose
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A uniform plan: sizes of the axes and what is kept split."""
+
+    dp: int
+    tp: int
+    zero: int
+    sequence_parallel: bool
+
+    def wishes(self) -> tuple[AxisWish, ...]:
+        """The axes, data outermost: tensor-parallel ranks are neighbours."""
+        return (
+            AxisWish(name="dp", size=self.dp, role="data", zero=self.zero),
+            AxisWish(name="tp", size=self.tp, role="tensor", sequence_parallel=self.sequence_parallel),
+        )
+
+
+class Planner:
+    """Makes plans for one captured step on one cluster.
+
+    Args:
+        step: the captured step.
+        cluster: where it will run; its number of devices is the number of ranks.
+        constraints: what the user fixed.
+        optimizer: name of the optimizer, for its state's memory.
+        table: the rules.
+    """
+
+    def __init__(
+        self,
+        step: StepGraph,
+        cluster: Cluster,
+        constraints: Constraints | None = None,
+        optimizer: str = "adamw",
+        table: RuleTable | None = None,
+    ) -> None:
+        self.step, self.cluster, self.optimizer = step, cluster, optimizer
+        self.constraints = constraints or Constraints()
+        self.table = table or RuleTable()
+        self._prepared: dict[bool, Prepared] = {}
+
+    def candidates(self, world_size: int) -> Iterator[Candidate]:
+        """Uniform plans that honour the constraints.
+
+        Raises:
+            ConstraintError: none does.
+        """
+        wish = self.constraints
+        refuse_pipelines(wish)
+        sizes = [
+            (dp, world_size // dp)
+            for dp in range(1, world_size + 1)
+            if world_size % dp == 0 and wish.dp in (None, dp) and wish.tp in (None, world_size // dp)
+        ]
+        if not sizes:
+            raise ConstraintError(
+                f"dp={wish.dp}, tp={wish.tp}, pp={wish.pp} do not fit {world_size} ranks: dp * tp * pp must be "
+                f"{world_size}; start {math.prod(x or 1 for x in (wish.dp, wish.tp, wish.pp))} ranks "
+                "(torchrun --nproc-per-node) or change the sizes"
+            )
+        for dp, tp in sizes:
+            for zero in (0, 3) if wish.zero is None else (wish.zero,):
+                if zero and dp == 1 and wish.zero is None:
+                    continue
+                yield Candidate(dp=dp, tp=tp, zero=zero, sequence_parallel=bool(wish.sequence_parallel))
+
+    def prepared(self, split_batch: bool) -> Prepared:
+        """The step in normal form (kept)."""
+        if split_batch not in self._prepared:
+            self._prepared[split_batch] = prepare(self.step, self.table, split_batch=split_batch)
+        return self._prepared[split_batch]
+
+    def assign(self, candidate: Candidate) -> tuple[Assignment, list[str]]:
+        """The first choice on the candidate's mesh."""
+        prepared = self.prepared(candidate.dp > 1)
+        return choose(prepared.normal, prepared.rows, candidate.wishes())
+
+    def best(self, world_size: int) -> Plan:
+        """The candidate with the smallest estimated step time among those that fit, else the one that needs least memory."""
+        found = []
+        for candidate in self.candidates(world_size):
+            assignment, notes = self.assign(candidate)
+            prepared = self.prepared(candidate.dp > 1)
+            figures = estimate(prepared, assignment, self.cluster, self.optimizer, candidate.zero)
+            found.append((figures, candidate, assignment, notes))
+        budget = self.constraints.memory_bytes or self.cluster.device.memory_bytes
+        fitting = [f for f in found if f[0].peak_bytes <= budget]
+        if fitting:
+            chosen = min(fitting, key=lambda f: (f[0].step_time_s, f[1].zero, f[1].tp))
+        else:
+            chosen = min(found, key=lambda f: f[0].peak_bytes)
+        figures, candidate, assignment, notes = chosen
+        if not fitting:
+            notes = [*notes, f"predicted peak of {figures.peak_bytes / 1e9:.2f} GB is over the {budget / 1e9:.2f} GB of a device"]
+        return self.plan(candidate, assignment, notes, figures)
+
+    def plan(self, candidate: Candidate, assignment: Assignment, notes: list[str], figures: Estimate) -> Plan:
+        """The plan that says what ``assignment`` says."""
+        prepared = self.prepared(candidate.dp > 1)
+        sizes = assignment.mesh.sizes
+        choices = {
+            name: tuple(c.label for c in per_axis)
+            for name, per_axis in assignment.choices.items()
+            if any(c.label != "R" for c in per_axis)
+        }
+        storage = {
+            name: tuple(format_placement(p, n) for p, n in zip(layout, sizes, strict=True))
+            for name, layout in assignment.storage.items()
+        }
+        return Plan.for_step(
+            self.step,
+            dp=candidate.dp,
+            tp=candidate.tp,
+            pp=1,
+            zero=candidate.zero,
+            sequence_parallel=candidate.sequence_parallel,
+            recompute="none",
+            microbatches=1,
+            schedule=None,
+            choices=choices,
+            storage=storage,
+            notes=(*notes, *unknown_notes(prepared.unknown), *tie_notes(self.step)),
+            predicted=Prediction(
+                step_time_s=figures.step_time_s,
+                peak_bytes=int(figures.peak_bytes),
+                comm_bytes=int(figures.comm_bytes),
+                flops=int(figures.flops),
+            ),
+            certificate=Certificate(gap=None, space="uniform plans: dp x tp x ZeRO, first choice per axis"),
+        )
+
+
+def refuse_pipelines(wish: Constraints) -> None:
+    """What this version cannot do is refused before anything starts."""
+    if wish.pp not in (None, 1):
+        raise ConstraintError(f"pp={wish.pp} is not possible in this version; use pp=1 with dp and tp")
+    if wish.microbatches not in (None, 1):
+        raise ConstraintError(f"microbatches={wish.microbatches} is not possible in this version; use 1")
+    if wish.recompute not in (None, "none"):
+        raise ConstraintError(f'recompute="{wish.recompute}" is not possible in this version; use "none"')
+
+
+def unknown_notes(unknown: tuple[fx.Node, ...]) -> list[str]:
+    """One line per operation without a rule."""
+    names: dict[str, int] = {}
+    for node in unknown:
+        names[str(node.target)] = names.get(str(node.target), 0) + 1
+    return [f"{name} has no rule: its {n} calls run whole on every rank" for name, n in sorted(names.items())]
+
+
+def tie_notes(step: StepGraph) -> list[str]:
+    """One line per tied parameter."""
+    return [
+        f"{spec.name} is tied: also {', '.join(spec.aliases)}"
+        for spec in step.inputs
+        if spec.kind is InputKind.PARAMETER and spec.aliases
+    ]
