@@ -6,6 +6,7 @@ Tried with torch 2.13 and 2.14.  When a torch release moves one of these names, 
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
+
+# config: here only which autocast state the backward half is traced under.
+from torch._functorch import config as functorch_config
 
 # aot_export_joint_with_descriptors: the joint forward and backward graph that ``torch.compile`` traces before it
 # partitions it.  The descriptors say what every input and output of that graph stands for.
@@ -33,6 +37,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+
+# FunctionalTensor: the wrapper that turns in-place operations into out-of-place ones while a trace runs.
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 
 # DTensorSpec, TensorMeta: what a DTensor knows besides its local tensor (mesh, placements, global shape and strides).
@@ -59,17 +66,20 @@ __all__ = [
     "annotate",
     "checkpoint_regions",
     "compiling",
-    "eager_submodules",
+    "cuda_calls_ignored",
     "dtensor",
+    "eager_submodules",
     "foreach_mul_",
     "foreach_norm",
     "gradient_of",
     "joint_graph",
+    "mutated_tangent_of",
     "mutation_of",
     "plain_input",
     "plain_output",
     "preserve_node_meta",
     "pytree",
+    "quiet_failures",
     "redirected_autocast",
     "tangent_of",
     "traced_backward",
@@ -83,21 +93,28 @@ def joint_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphMo
     :func:`tangent_of`, :func:`plain_output`, :func:`gradient_of` and :func:`mutation_of`.
     """
     with contextlib.ExitStack() as stack:
+        # A user's backward runs outside the autocast region that the forward ran in.
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         joint = aot_export_joint_with_descriptors(stack, module, args)
         graph_module: fx.GraphModule = joint.graph_module
         return graph_module
 
 
-def plain_input(desc: Any) -> int | None:
+def plain_input(desc: object) -> int | None:
     """Position among the traced call's arguments that a placeholder stands for."""
     return desc.idx if isinstance(desc, PlainAOTInput) else None
 
 
-def tangent_of(desc: Any) -> int | None:
+def tangent_of(desc: object) -> int | None:
     """Position among the traced call's outputs whose incoming gradient a placeholder stands for."""
     if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
         return desc.output.idx
     return None
+
+
+def mutated_tangent_of(desc: object) -> int | None:
+    """Position of the argument that was changed in place and whose new value wants an incoming gradient."""
+    return mutation_of(desc.output) if isinstance(desc, TangentAOTInput) else None
 
 
 def plain_output(desc: AOTOutput | None) -> int | None:
@@ -132,20 +149,52 @@ def compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def quiet_failures() -> Iterator[None]:
+    """Keep torch from logging the errors of fake tensors: they are raised and reported anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
 def redirected_autocast(device_types: tuple[str, ...]) -> Iterator[None]:
     """Make ``torch.autocast(device_type)`` of the given types an autocast of the CPU with the same dtype."""
     original = torch.autocast.__init__
 
-    def init(self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kw: Any) -> None:
+    def init(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,  # noqa: FBT001, FBT002 -- torch's own signature
+        cache_enabled: bool | None = None,  # noqa: FBT001
+    ) -> None:
         if device_type in device_types:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device_type)
-        original(self, device_type, dtype, *args, **kw)
+        original(self, device_type, dtype, enabled, cache_enabled)
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    setattr(torch.autocast, "__init__", init)  # noqa: B010 -- a method of a class may not be assigned
     try:
         yield
     finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+        setattr(torch.autocast, "__init__", original)  # noqa: B010
+
+
+@contextlib.contextmanager
+def cuda_calls_ignored() -> Iterator[None]:
+    """Make ``tensor.cuda()`` return the traced tensor itself: traced tensors override it beneath function modes."""
+    original = FunctionalTensor.cuda
+
+    def stay(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return self
+
+    setattr(FunctionalTensor, "cuda", stay)  # noqa: B010 -- a method of a class may not be assigned
+    try:
+        yield
+    finally:
+        setattr(FunctionalTensor, "cuda", original)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -163,11 +212,11 @@ def checkpoint_regions(region: Callable[[], contextlib.AbstractContextManager[No
     covered too.  A re-entrant checkpoint whose arguments need no gradient yields none, as in eager mode.
     """
 
-    def without_reentrant(fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def without_reentrant(fn: object, *args: object, **kwargs: object) -> Iterator[None]:
         with region():
             yield
 
-    def reentrant(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def reentrant(fn: Callable[..., object], preserve_rng_state: object, *args: object) -> object:
         tracked = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         with region(), torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
             return fn(*args)

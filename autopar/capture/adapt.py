@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,24 +22,23 @@ def adapt_modules(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, BATCH_NORMS) or type(module).forward not in (plain, nn.SyncBatchNorm.forward):
             continue
-        cumulative = module.momentum is None and module.training and module.track_running_stats
-        if cumulative and module.num_batches_tracked is not None:
+        if module.momentum is None and module.training and module.num_batches_tracked is not None:
             module.__dict__["forward"] = functools.partial(_cumulative_batch_norm, module)
         elif isinstance(module, nn.SyncBatchNorm):
             module.__dict__["forward"] = functools.partial(plain, module)
 
 
-def _cumulative_batch_norm(module: nn.BatchNorm1d, x: torch.Tensor) -> torch.Tensor:
+def _cumulative_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 -- any of BATCH_NORMS
     """Batch normalisation whose running statistics are the plain average over all calls.
 
     With momentum 1 the running statistics become those of this batch; with factor ``1 / calls`` they are averaged in.
     """
-    kept = module.running_mean, module.running_var
-    module.running_mean, module.running_var = (torch.zeros_like(t) for t in kept)
+    kept: tuple[torch.Tensor, torch.Tensor] = (module.running_mean, module.running_var)
+    module.running_mean, module.running_var = map(torch.zeros_like, kept)
     module.momentum = 1.0
     try:
         out = nn.BatchNorm1d.forward(module, x)
-        batch = module.running_mean, module.running_var
+        batch: tuple[torch.Tensor, torch.Tensor] = (module.running_mean, module.running_var)
     finally:
         module.running_mean, module.running_var = kept
         module.momentum = None

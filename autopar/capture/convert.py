@@ -10,9 +10,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.call import Result
+from autopar.capture.labels import Region
+from autopar.capture.refuse import LOCAL_ADVICE
 from autopar.cost_models.errors import CaptureError
 from autopar.passes.base import InputKind, InputSpec, OutputKind, OutputSpec, Phase, StepGraph
-from autopar.torch_private import FakeTensor, gradient_of, mutation_of, plain_input, plain_output, tangent_of, traced_backward
+from autopar.torch_private import (
+    FakeTensor,
+    gradient_of,
+    mutated_tangent_of,
+    mutation_of,
+    plain_input,
+    plain_output,
+    tangent_of,
+    traced_backward,
+)
 
 OUTPUT_COPY = "autopar_output_copy"
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -26,13 +38,10 @@ SAME_VALUE = (
 
 def convert(
     joint: fx.GraphModule,
+    inputs: Sequence[InputSpec],
+    result: Result,
     *,
-    inputs: tuple[InputSpec, ...],
-    result_leaves: Sequence[int],
-    result_spec: Any,
-    result_constants: Mapping[int, Any],
-    loss_leaf: int,
-    regions: Sequence[tuple[str, Sequence[str]]],
+    regions: Sequence[Region],
     repeated: tuple[tuple[str, ...], ...],
 ) -> StepGraph:
     """Put the traced graph into the form that the passes work on.
@@ -40,28 +49,26 @@ def convert(
     Args:
         joint: what :func:`autopar.torch_private.joint_graph` returned.
         inputs: the traced arguments, in order: parameters, buffers, batch.
-        result_leaves: leaf position of every traced output.
-        result_spec: as in StepGraph, like the arguments that follow.
-        result_constants: leaves of the result that are no tensors.
-        loss_leaf: position of the loss among the leaves.
-        regions: for every checkpoint block the layer that opened it and the layers directly inside.
+        result: what the call returned; its tensors are the traced outputs.
+        regions: the checkpoint blocks.
         repeated: groups of equal layers.
 
     Raises:
         CaptureError: the model communicates, changes its inputs, or lost every gradient.
     """
-    sources, seeds = _placeholders(joint.graph, inputs, result_leaves)
+    _check_local(joint.graph)
+    sources, seeds = _placeholders(joint.graph, inputs, result)
     inputs = (*inputs, *seeds)
-    outputs, results = _outputs(joint.graph, inputs, result_leaves, loss_leaf)
-    graph, constants = _copy(joint, inputs, sources, results)
+    outputs, values = _outputs(joint.graph, inputs, result)
+    graph, constants = _copy(joint, inputs, sources, values)
     step = StepGraph(
         graph_module=fx.GraphModule(constants, graph, class_name="Step"),
         inputs=inputs,
         outputs=outputs,
-        result_spec=result_spec,
-        result_constants=dict(result_constants),
+        result_spec=result.spec,
+        result_constants=result.constants,
         training=bool(seeds),
-        loss_leaf=loss_leaf,
+        loss_leaf=result.loss_leaf,
         checkpoints=_extents(graph, regions),
         repeated=repeated,
     )
@@ -70,7 +77,7 @@ def convert(
 
 
 def _placeholders(
-    graph: fx.Graph, inputs: Sequence[InputSpec], result_leaves: Sequence[int]
+    graph: fx.Graph, inputs: Sequence[InputSpec], result: Result
 ) -> tuple[list[fx.Node], list[InputSpec]]:
     """The traced placeholders in the order of the step's inputs, and the seeds among those inputs."""
     arguments: dict[int, fx.Node] = {}
@@ -83,13 +90,16 @@ def _placeholders(
         elif tangent is not None:
             tangents[tangent] = node
         else:
+            changed = mutated_tangent_of(desc)
+            if changed is not None:
+                raise _in_place(inputs[changed])
             raise CaptureError(f"the model needs an input of a kind that is not supported: {desc}")
-    seeds = [InputSpec(kind=InputKind.SEED, name=f"seed[{result_leaves[i]}]") for i in sorted(tangents)]
+    seeds = [InputSpec(kind=InputKind.SEED, name=f"seed[{result.tensor_leaves[i]}]") for i in sorted(tangents)]
     return [arguments[i] for i in range(len(inputs))] + [tangents[i] for i in sorted(tangents)], seeds
 
 
 def _outputs(
-    graph: fx.Graph, inputs: Sequence[InputSpec], result_leaves: Sequence[int], loss_leaf: int
+    graph: fx.Graph, inputs: Sequence[InputSpec], result: Result
 ) -> tuple[tuple[OutputSpec, ...], list[fx.Node | None]]:
     """The outputs in the step's order (loss, results, gradients, input gradients, mutations) and their nodes."""
     node = graph.output_node()
@@ -107,8 +117,8 @@ def _outputs(
             raise CaptureError(f"the model has an output of a kind that is not supported: {desc}")
 
     specs: list[tuple[OutputSpec, fx.Node | None]] = []
-    for i, leaf in enumerate(result_leaves):
-        kind, name = (OutputKind.LOSS, "loss") if leaf == loss_leaf else (OutputKind.RESULT, f"result[{leaf}]")
+    for i, leaf in enumerate(result.tensor_leaves):
+        kind, name = (OutputKind.LOSS, "loss") if leaf == result.loss_leaf else (OutputKind.RESULT, f"result[{leaf}]")
         specs.append((OutputSpec(kind=kind, name=name, leaf=leaf), found[OutputKind.RESULT, i]))
     specs.sort(key=lambda pair: pair[0].kind is not OutputKind.LOSS)
     seeded = any(spec.kind is InputKind.SEED for spec in inputs)
@@ -121,12 +131,17 @@ def _outputs(
         if (OutputKind.MUTATION, i) not in found:
             continue
         if spec.kind is InputKind.BATCH:
-            raise CaptureError(
-                f"the model changes its input {spec.name} in place: let it work on a copy (x = x.clone()) or use the "
-                "out-of-place form of the operation"
-            )
+            raise _in_place(spec)
         specs.append((OutputSpec(kind=OutputKind.MUTATION, name=spec.name), found[OutputKind.MUTATION, i]))
     return tuple(spec for spec, _ in specs), [value for _, value in specs]
+
+
+def _in_place(spec: InputSpec) -> CaptureError:
+    """The refusal of a model that changes a parameter or a batch input in place."""
+    advice = "let it work on a copy (x = x.clone()) or use the out-of-place form of the operation"
+    if spec.kind is InputKind.PARAMETER:
+        advice = "change parameters outside forward, or compute a new tensor from them"
+    return CaptureError(f"the model changes its {spec.kind.value} {spec.name} in place: {advice}")
 
 
 def _copy(
@@ -154,7 +169,6 @@ def _copy(
         if source.op == "get_attr":
             constants[source.target] = _constant(joint, source)
         node.meta = _meta(source, new, layers)
-        _check_local(node)
     graph.output(tuple(None if value is None else new[value] for value in results))
     graph.output_node().meta = {"layer": "", "phase": Phase.BACKWARD, "source": ""}
     graph.eliminate_dead_code()
@@ -189,17 +203,28 @@ def _same_value(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _constant(joint: fx.GraphModule, node: fx.Node) -> Any:
-    """The real value behind a ``get_attr`` node."""
+def _constant(joint: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    """The real value behind a ``get_attr`` node.
+
+    Raises:
+        CaptureError: it should get a gradient, has no value, or is no tensor.
+    """
     value = operator.attrgetter(str(node.target))(joint)
+    source = (node.meta.get("custom") or {}).get("source")
+    where = f" used at {source}" if source else ""
     if isinstance(value, FakeTensor):
         value = value.constant
-        if value is None:
-            raise CaptureError(f"the value of the constant {node.target} is unknown: register it as a buffer")
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        raise CaptureError(f"a tensor{where} has no value and is not part of the model: register it as a buffer")
+    if value.requires_grad:
+        raise CaptureError(
+            f"a tensor of shape {tuple(value.shape)}{where} requires grad and is not part of the model: register it as "
+            "a parameter of the model (if it belongs to loss_fn, make loss_fn's module a submodule of the model)"
+        )
+    return value.detach()
 
 
-def _extents(graph: fx.Graph, regions: Sequence[tuple[str, Sequence[str]]]) -> tuple[str, ...]:
+def _extents(graph: fx.Graph, regions: Sequence[Region]) -> tuple[str, ...]:
     """The layers that the checkpoint blocks cover: the one that opened a block if it lies within blocks as a whole."""
     inside: dict[str, set[int | None]] = {}
     for node in graph.nodes if regions else ():
@@ -208,25 +233,28 @@ def _extents(graph: fx.Graph, regions: Sequence[tuple[str, Sequence[str]]]) -> t
             for i in range(len(parts) + 1):
                 inside.setdefault(".".join(parts[:i]), set()).add(node.meta.get("checkpoint"))
     extents: dict[str, None] = {}
-    for owner, children in regions:
-        blocks = inside.get(owner, {None})
-        whole = all(block is not None and regions[block][0] == owner for block in blocks)
-        extents.update(dict.fromkeys([owner] if whole else children))
+    for region in regions:
+        blocks = inside.get(region.owner, {None})
+        whole = all(block is not None and regions[block].owner == region.owner for block in blocks)
+        extents.update(dict.fromkeys([region.owner] if whole else region.layers))
     return tuple(extents)
 
 
-def _check_local(node: fx.Node) -> None:
+def _check_local(graph: fx.Graph) -> None:
     """Refuse collectives of the user: the captured step is that of one device.
 
     Raises:
-        CaptureError: naming the operation and its line.
+        CaptureError: naming the operation, its layer and its line.
     """
-    if getattr(node.target, "namespace", None) in COLLECTIVES:
-        where = (f" in layer {node.meta['layer']}" if node.meta["layer"] else "") + f" at {node.meta['source']}"
-        raise CaptureError(
-            f"the model communicates by itself: {node.target}{where}; write the model for one device on the global "
-            "batch and leave communication to autopar"
-        )
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for op in (node.target, *node.args):
+            if getattr(op, "namespace", None) in COLLECTIVES:
+                custom = node.meta.get("custom") or {}
+                layer, source = custom.get("layer"), custom.get("source")
+                where = (f" in layer {layer}" if layer else "") + (f" at {source}" if source else "")
+                raise CaptureError(f"the model communicates by itself ({op}){where}: {LOCAL_ADVICE}")
 
 
 def _check_gradients(step: StepGraph) -> None:

@@ -7,8 +7,9 @@ import linecache
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +19,16 @@ from autopar.torch_private import annotate, checkpoint_regions
 
 HERE = pathlib.Path(__file__).parent
 TRACE_FILE = str(HERE / "trace.py")
+_T = TypeVar("_T")
 INTERNAL = (str(pathlib.Path(torch.__file__).parent), str(HERE), str(HERE.parent / "torch_private.py"), "<frozen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """One checkpoint block: the layer that opened it and the layers that ran directly inside it."""
+
+    owner: str
+    layers: list[str] = field(default_factory=list)
 
 
 class Labels:
@@ -26,14 +36,14 @@ class Labels:
 
     Attributes:
         called: layer paths in the order in which their modules first ran.
-        regions: for every checkpoint block the layer that opened it and the layers that ran directly inside it.
+        regions: the checkpoint blocks, in order; nodes carry a block's position.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Name the modules of ``model``; a module with several names keeps the first."""
         self._model = model
         self.called: dict[str, None] = {}
-        self.regions: list[tuple[str, list[str]]] = []
+        self.regions: list[Region] = []
         self._open: list[contextlib.ExitStack] = []
         self._failures: list[tuple[BaseException, str]] = []
         self._running = [""]
@@ -57,11 +67,11 @@ class Labels:
                 self._open.pop().close()
 
     def _enter(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(*_: object) -> None:
             self.called.setdefault(name)
             region = self._region_of[-1]
             if region is not None:
-                self.regions[region][1].append(name)
+                self.regions[region].layers.append(name)
             stack = contextlib.ExitStack()
             stack.enter_context(annotate({"layer": name}))
             stack.enter_context(_pushed(self._running, name))
@@ -71,7 +81,7 @@ class Labels:
         return hook
 
     def _leave(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(*_: object) -> None:
             error = sys.exc_info()[1]
             if error is not None:
                 self._failures.append((error, name))
@@ -87,13 +97,13 @@ class Labels:
     def _region(self) -> Iterator[None]:
         """A checkpoint block: its nodes carry the block's number."""
         number = len(self.regions)
-        self.regions.append((self._running[-1], []))
+        self.regions.append(Region(owner=self._running[-1]))
         with annotate({"checkpoint": number}), _pushed(self._region_of, number):
             yield
 
 
 @contextlib.contextmanager
-def _pushed(stack: list[Any], item: Any) -> Iterator[None]:
+def _pushed(stack: list[_T], item: _T) -> Iterator[None]:
     """``item`` on top of ``stack`` while the context lasts."""
     stack.append(item)
     try:
@@ -112,8 +122,12 @@ class SourceLines(TorchFunctionMode):
         self._internal: dict[str, bool] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Run ``func`` under an annotation with its source line."""
         with annotate({"source": self._source(sys._getframe(1))}):
             return func(*args, **(kwargs or {}))
@@ -141,7 +155,7 @@ def is_internal(file: str) -> bool:
 
 
 def describe_line(file: str, line: int) -> str:
-    """"folder/file.py:12: code" of a line.
+    """Folder, file, number and code of a line.
 
     >>> describe_line("/a/b/c.py", 3)
     'b/c.py:3: '

@@ -11,14 +11,14 @@ from autopar.cost_models.errors import CaptureError
 from autopar.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
 VALUE_ADVICE = (
-    "use torch.where (or torch.cond) on the tensors, keep the number as a tensor, or compute it outside the model "
-    "and pass it in"
+    "use torch.where on the tensors, keep the number as a tensor, or compute it outside the model and pass it in"
 )
 SHAPE_ADVICE = (
     "use torch.where, masked_fill or ignore_index with a fixed shape, or compute the indices outside the model and "
     "pass them in"
 )
-SHAPE_OPS = ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount")
+LOCAL_ADVICE = "write the model for one device on the global batch and leave communication to autopar"
+HIGHER_ADVICE = "compute both sides and choose with torch.where, or decide outside the model"
 
 
 def refusal(error: Exception, layer: str) -> CaptureError:
@@ -39,7 +39,15 @@ def refusal(error: Exception, layer: str) -> CaptureError:
         )
     if isinstance(error, DynamicOutputShapeException):
         return CaptureError(f"a shape depends on tensor data ({error.func}){at}{part}: {SHAPE_ADVICE}")
-    return CaptureError(f"the model raised {type(error).__name__} while it was captured{at}: {error}")
+    frames = traceback.extract_tb(error.__traceback__)
+    if any("/torch/_higher_order_ops/" in frame.filename for frame in frames):
+        return CaptureError(f"control-flow operators (torch.cond, ...) are not captured{at}{part}: {HIGHER_ADVICE}")
+    if any("/torch/distributed/" in frame.filename for frame in frames):
+        return CaptureError(f"the model communicates by itself{at}{part} ({error}): {LOCAL_ADVICE}")
+    message = f"the model raised {type(error).__name__} while it was captured{at}: {error}"
+    if "device" in message and "meta" in message:
+        message += "; a tensor attribute that is not a registered buffer is on meta: register it as a buffer"
+    return CaptureError(message)
 
 
 def _user_line(trace: TracebackType | None) -> tuple[str, str, str]:

@@ -34,6 +34,25 @@ class Held:
     slots: list[Slot] = field(default_factory=list)
 
 
+def check_plain(model: object) -> None:
+    """Refuse what is not a plain module with allocated (or meta) parameters.
+
+    Raises:
+        CaptureError: naming the module and the way out.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"the model is of type {type(model).__qualname__}; it must be a torch.nn.Module")
+    for path, module in model.named_modules():
+        name = path or "the model"
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise CaptureError(f"{name} is a {type(module).__qualname__}: give the plain module inside ({name}.module)")
+        if any(nn.parameter.is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+            raise CaptureError(
+                f"{name} is a {type(module).__qualname__} whose parameters have no shapes yet: call the model once on "
+                "real data first"
+            )
+
+
 def held_tensors(model: nn.Module) -> tuple[list[Held], list[Held]]:
     """The distinct parameters and the distinct buffers of a model, each in registration order, ties folded."""
     known: dict[int, Held] = {}
@@ -51,7 +70,7 @@ def held_tensors(model: nn.Module) -> tuple[list[Held], list[Held]]:
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor with the shape, strides, dtype and ``requires_grad`` of ``tensor`` (real, meta, fake, DTensor)."""
+    """A fake CPU tensor with the shape, strides, dtype and ``requires_grad`` of any tensor (meta and DTensor too)."""
     if tensor.layout is not torch.strided:
         raise CaptureError(f"a tensor of layout {tensor.layout} cannot be captured: make it dense with .to_dense()")
     with mode, torch.no_grad():
@@ -75,6 +94,16 @@ def preserved(model: nn.Module) -> Iterator[None]:
             for container, items in contents:
                 container.clear()
                 container.extend(items) if hasattr(container, "extend") else container.update(items)
+
+
+def numbers(model: nn.Module) -> dict[str, float]:
+    """The plain numbers among the attributes of the modules of ``model``, by dotted path."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if type(value) in (int, float)
+    }
 
 
 def _contents(attributes: Mapping[str, Any]) -> list[tuple[Any, Any]]:
@@ -105,18 +134,19 @@ def swapped(model: nn.Module, held: list[Held], stand_ins: list[torch.Tensor]) -
             _write_back(h.names[0], stand_in, table.get(key))
 
 
-def _replace(value: Any, mapping: Mapping[int, torch.Tensor]) -> Any:
-    """``value`` with the tensors of ``mapping`` replaced, one container deep (an RNN's flat weights, a list of ties)."""
+def _replace(value: object, mapping: Mapping[int, torch.Tensor]) -> object:
+    """``value`` with the tensors of ``mapping`` replaced, one container deep (an RNN's flat weights, ties)."""
     if isinstance(value, torch.Tensor):
         return mapping.get(id(value), value)
-    if type(value) in (list, tuple) and any(id(v) in mapping for v in value):
-        return type(value)(mapping.get(id(v), v) for v in value)
-    if type(value) is dict and any(id(v) in mapping for v in value.values()):
-        return {k: mapping.get(id(v), v) for k, v in value.items()}
+    if type(value) is dict and any(id(item) in mapping for item in value.values()):
+        return {key: mapping.get(id(item), item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and any(id(item) in mapping for item in value):
+        items = [mapping.get(id(item), item) for item in value]
+        return tuple(items) if type(value) is tuple else items if type(value) is list else value
     return value
 
 
-def _write_back(name: str, stand_in: torch.Tensor, now: Any) -> None:
+def _write_back(name: str, stand_in: torch.Tensor, now: object) -> None:
     """Turn ``self.buffer = new`` into an in-place update, which the trace reports as a mutation."""
     if now is stand_in:
         return

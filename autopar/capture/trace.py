@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from autopar.capture.accelerator import stand_in_for_accelerator
 from autopar.capture.adapt import adapt_modules
-from autopar.capture.autocast import accelerator_autocast
-from autopar.capture.call import check_constants, find_loss, flatten_call, flatten_tree
+from autopar.capture.call import Result, check_constants, describe_result, flatten_call
 from autopar.capture.convert import OUTPUT_COPY, convert
 from autopar.capture.labels import Labels
 from autopar.capture.refuse import refusal
 from autopar.capture.repeats import find_repeats
-from autopar.capture.state import Held, fake_like, held_tensors, preserved, swapped
+from autopar.capture.state import Held, check_plain, fake_like, held_tensors, numbers, preserved, swapped
 from autopar.cost_models.errors import CaptureError
 from autopar.passes.base import InputKind, InputSpec, StepGraph
-from autopar.torch_private import FakeTensorMode, annotate, compiling, eager_submodules, joint_graph, preserve_node_meta, pytree
+from autopar.torch_private import (
+    FakeTensorMode,
+    annotate,
+    compiling,
+    eager_submodules,
+    joint_graph,
+    preserve_node_meta,
+    pytree,
+    quiet_failures,
+)
 
 
 def capture(
     model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
-    loss_fn: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
+    loss_fn: Callable[..., object] | None = None,
+    targets: Sequence[object] = (),
     training: bool | None = None,
 ) -> StepGraph:
     """Capture ``loss_fn(model(*args, **kwargs), *targets)`` and its backward as one flat graph.
@@ -56,13 +64,14 @@ def capture(
     """
     if training is None:
         training = torch.is_grad_enabled()
-    leaves, call_spec, names = flatten_call(args, kwargs, targets)
+    check_plain(model)
+    leaves, spec, names = flatten_call(args, kwargs, targets)
     check_constants(zip(names, leaves, strict=True), what="input")
     parameters, buffers = held_tensors(model)
     held = parameters + buffers
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    originals = [*(h.tensor for h in held), *(leaves[i] for i in positions)]
+    batch = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    originals = [*(h.tensor for h in held), *batch.values()]
     fakes = [fake_like(tensor, mode) for tensor in originals]
     if not training:
         fakes = [fake.detach() for fake in fakes]
@@ -78,7 +87,7 @@ def capture(
     ]
     inputs += [
         InputSpec(kind=InputKind.BATCH, name=names[i], leaf=i, trainable=fake.requires_grad)
-        for i, fake in zip(positions, fakes[len(held) :], strict=True)
+        for i, fake in zip(batch, fakes[len(held) :], strict=True)
     ]
 
     call = _Call(
@@ -86,86 +95,99 @@ def capture(
         loss_fn=loss_fn,
         held=held,
         leaves=leaves,
-        positions=positions,
-        call_spec=call_spec,
+        positions=list(batch),
+        spec=spec,
         labels=Labels(model),
     )
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(quiet_failures())
             stack.enter_context(compiling())
             stack.enter_context(eager_submodules())
-            stack.enter_context(accelerator_autocast(originals))
+            stack.enter_context(stand_in_for_accelerator(originals))
             stack.enter_context(preserve_node_meta())
+            stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.set_grad_enabled(training))
             joint = joint_graph(_Traced(call), tuple(fakes))
+            if call.counts:
+                call.check_steady(mode, fakes)
     except Exception as error:  # noqa: BLE001 -- only adds where and why, and chains the cause
         raise refusal(error, call.labels.layer_of(error)) from (None if isinstance(error, CaptureError) else error)
-    return convert(
-        joint,
-        inputs=tuple(inputs),
-        result_leaves=tuple(call.result_leaves),
-        result_spec=call.result_spec,
-        result_constants=call.result_constants,
-        loss_leaf=call.loss_leaf,
-        regions=call.labels.regions,
-        repeated=find_repeats(model, tuple(call.labels.called)),
-    )
+    if call.result is None:
+        raise CaptureError("the model was not called while it was traced")
+    repeated = find_repeats(model, tuple(call.labels.called))
+    return convert(joint, inputs, call.result, regions=call.labels.regions, repeated=repeated)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One call of the model, ready to be run on traced tensors, and what was learnt about its result.
+    """One call of the model, ready to be run on traced tensors.
 
     Attributes:
-        model, loss_fn: what is called.
+        model: what is called.
+        loss_fn: what its output is given to.
         held: the model's tensors, in the order of the first traced tensors.
         leaves: the flattened call; those at ``positions`` are replaced by the remaining traced tensors.
-        call_spec: pytree spec of ``(args, kwargs, targets)``.
+        positions: positions of the tensors among the leaves.
+        spec: pytree spec of ``(args, kwargs, targets)``.
         labels: annotates the trace.
-        result_leaves: positions of the tensors among the leaves of the result, in the order of the traced outputs.
-        result_spec, result_constants, loss_leaf: as in StepGraph.
+        result: what the last run returned.
+        counts: whether the last run changed plain numbers among the model's attributes.
     """
 
     model: nn.Module
-    loss_fn: Callable[..., Any] | None
+    loss_fn: Callable[..., object] | None
     held: list[Held]
-    leaves: list[Any]
+    leaves: list[object]
     positions: list[int]
-    call_spec: Any
+    spec: pytree.TreeSpec
     labels: Labels
-    result_leaves: list[int] = field(default_factory=list)
-    result_spec: Any = None
-    result_constants: dict[int, Any] = field(default_factory=dict)
-    loss_leaf: int = -1
+    result: Result | None = None
+    counts: bool = False
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tensors of the result.  Only the loss carries grad; without a loss every float leaf that has it does."""
+        before = numbers(self.model)
+        with preserved(self.model), self.labels.active():
+            value = self._run_once(tensors)
+            self.counts = numbers(self.model) != before
+            self.result, outputs = describe_result(value, from_loss_fn=self.loss_fn is not None)
+            # The trace treats outputs that alias inputs or each other in a way of its own: copies avoid that.
+            loss_leaf = self.result.loss_leaf
+            with annotate({OUTPUT_COPY: True}):
+                return tuple(
+                    (output if loss_leaf in (leaf, -1) else output.detach()).clone()
+                    for leaf, output in zip(self.result.tensor_leaves, outputs, strict=True)
+                )
+
+    def _run_once(self, tensors: Sequence[torch.Tensor]) -> object:
+        """What the call returns; the model is left as the call leaves it."""
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors[len(self.held) :], strict=True):
             leaves[position] = tensor
-        args, kwargs, targets = pytree.tree_unflatten(leaves, self.call_spec)
-        with preserved(self.model), self.labels.active():
-            adapt_modules(self.model)
-            with swapped(self.model, self.held, list(tensors[: len(self.held)])):
-                result = self.model(*args, **kwargs)
-                if self.loss_fn is not None:
-                    result = self.loss_fn(result, *targets)
-            return self._split(result)
+        args, kwargs, targets = pytree.tree_unflatten(leaves, self.spec)
+        adapt_modules(self.model)
+        with swapped(self.model, self.held, list(tensors[: len(self.held)])):
+            value: object = self.model(*args, **kwargs)
+            return value if self.loss_fn is None else self.loss_fn(value, *targets)
 
-    def _split(self, result: Any) -> tuple[torch.Tensor, ...]:
-        with_paths, self.result_spec = flatten_tree(result)
-        check_constants(((f"result{pytree.keystr(path)}", leaf) for path, leaf in with_paths), what="result")
-        leaves = [leaf for _, leaf in with_paths]
-        self.loss_leaf = find_loss(result, leaves, from_loss_fn=self.loss_fn is not None)
-        self.result_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.result_constants = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
-        outputs = []
-        # The trace treats outputs that alias inputs or each other in a way of its own: a copy of each avoids that.
-        with annotate({OUTPUT_COPY: True}):
-            for i in self.result_leaves:
-                carries_grad = self.loss_leaf in (i, -1)
-                outputs.append((leaves[i] if carries_grad else leaves[i].detach()).clone())
-        return tuple(outputs)
+    def check_steady(self, mode: FakeTensorMode, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse a model that counts its calls in a Python number: the captured step would always be the same call.
+
+        Raises:
+            CaptureError: a second call changes a number again.
+        """
+        with mode, torch.no_grad(), preserved(self.model):
+            self._run_once(tensors)
+            first = numbers(self.model)
+            self._run_once(tensors)
+            second = numbers(self.model)
+        for name, value in second.items():
+            if name in first and first[name] != value:
+                raise CaptureError(
+                    f"every call changes the attribute {name} of the model (a second one from {first[name]} to {value})"
+                    ", which a captured step would freeze: keep it in a buffer, or change it outside forward"
+                )
 
 
 class _Traced(nn.Module):
