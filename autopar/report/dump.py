@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.cost_models.errors import InputError
+from autopar.cost_models.errors import UsageError
 from autopar.passes.base import Program
 from autopar.report.diagram import boxes_of
 from autopar.report.document import as_json
@@ -34,12 +34,12 @@ def dump(
             JSON is never folded.
 
     Raises:
-        InputError: an unknown format or filter.
+        UsageError: an unknown format or filter.
     """
     if format not in FORMATS:
-        raise InputError(f"format {format!r} is unknown; use one of {', '.join(FORMATS)}")
+        raise UsageError(f"format {format!r} is unknown; use one of {', '.join(FORMATS)}")
     if only is not None and only not in {choice.value for choice in Only}:
-        raise InputError(f"only {only!r} is unknown; use one of {', '.join(choice.value for choice in Only)}")
+        raise UsageError(f"only {only!r} is unknown; use one of {', '.join(choice.value for choice in Only)}")
     whole = view_program(program)
     shown = select(whole, layer=layer, only=Only(only) if only else None)
     if folds is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.cost_models.errors import InputError
+from autopar.cost_models.errors import UsageError
 from autopar.passes.base import InputKind, InputSpec, Mesh, OutputKind, OutputSpec, Phase, Program
 from autopar.passes.placement import REPLICATE, Partial, Shard
 from autopar.report.changes import diff_programs
@@ -259,9 +259,9 @@ def test_every_format_survives_names_that_need_escapes(format):
 
 
 def test_unknown_format_and_filter_are_refused_with_those_that_exist(program):
-    with pytest.raises(InputError, match="'png' is unknown; use one of text, json, dot, svg"):
+    with pytest.raises(UsageError, match="'png' is unknown; use one of text, json, dot, svg"):
         dump(program, "png")
-    with pytest.raises(InputError, match="'weights' is unknown; use one of collectives"):
+    with pytest.raises(UsageError, match="'weights' is unknown; use one of collectives"):
         dump(program, only="weights")
 
 
