@@ -37,7 +37,7 @@ class Device:
         compute_units: processors (SMs) that tiles of a matmul are dealt out to.
         kernel_s: least time a kernel occupies the device.
         dispatch_s: time the host needs to launch one operation from eager PyTorch.
-        attention: share of the peak that fused attention sustains for a head of 128, by kernel (``flash``,
+        attention: share of the peak that fused attention sustains for a head of 128, by kernel (``flash1``, ``flash``,
             ``flash_backward``, ``cudnn``, ``cudnn_backward``).
         context_bytes: memory taken by the driver context and library workspaces, outside the allocator.
     """

@@ -21,6 +21,8 @@ from autopar.cost_models.errors import ClusterError
 Floats = NDArray[np.float64]
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 
+ATTENTION = ("flash1", "flash", "cudnn", "unfused")
+
 
 class OpKind(enum.Enum):
     """How an op is priced."""
@@ -129,7 +131,7 @@ class KernelModel:
 
     Attributes:
         device: what runs.
-        attention: which kernel an attention op is: ``flash``, ``cudnn`` or ``unfused``.
+        attention: which kernel an attention op is: ``flash1`` (2022), ``flash``, ``cudnn`` or ``unfused``.
         attention_dropout: whether unfused attention drops out scores.
         linear_dtype: format in which matmuls by a weight run, when another than their inputs' (``fp8``).
         tiles: (rows, columns, share of the peak a full wave of such tiles reaches).
@@ -152,8 +154,8 @@ class KernelModel:
 
     def __post_init__(self) -> None:
         """Refuse an attention kernel that is not known."""
-        if self.attention not in ("flash", "cudnn", "unfused"):
-            raise ClusterError(f"attention {self.attention!r} is unknown; use 'flash', 'cudnn' or 'unfused'")
+        if self.attention not in ATTENTION:
+            raise ClusterError(f"attention {self.attention!r} is unknown; use one of {', '.join(ATTENTION)}")
 
     def expand(self, ops: Iterable[Op]) -> tuple[Op, ...]:
         """The ops as this model's kernels: unfused attention taken apart, weights' matmuls in their format."""

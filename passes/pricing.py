@@ -201,6 +201,20 @@ def price_graph(graph: fx.Graph | Sequence[fx.Node], *, fused: bool = False) -> 
     return Priced(nodes=tuple(priced), by_bytes=tuple(sorted({op_name(p.node) for p in priced if p.by_bytes})))
 
 
+def recomputed(graph: fx.Graph) -> list[fx.Node]:
+    """Forward nodes that have to run again when the backward keeps nothing of the forward but the graph's inputs.
+
+    What only leads to the graph's result (the last projection of a block) does not run again.
+    """
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if _phase(node) is Phase.BACKWARD and node.op != "placeholder":
+            needed.update(a for a in node.all_input_nodes if _phase(a) is Phase.FORWARD)
+        elif node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed and node.op != "placeholder"]
+
+
 def _transfer(node: fx.Node, name: str) -> Transfer:
     """Bytes are those of the full tensor: the larger of input and output."""
     got = sum(tensor_bytes(t) for t in tensors(node.meta.get("val")))
