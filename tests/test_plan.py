@@ -339,7 +339,10 @@ def test_explain_folds_repeated_layers_and_counts_bytes():
     assert "tok.weight = head.weight" in text
     assert "0: blocks.{0-5}" in text
     assert "1: blocks.{6-11}" in text
-    assert "dp: 2 b" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("  mm ")] == [
+        ["mm", "1", "b", "k"],
+        ["mm", "1", "b", "n"],
+    ]
     assert "is tied to" in text
 
 

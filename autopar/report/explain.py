@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from autopar.passes.placement import local_shape
-from autopar.report.text import duration, family, folded, plural, quantity, table
+from autopar.report.text import VIEWS, duration, family, folded, plural, quantity, table
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
+_NUMBERED = re.compile(r"(_\d+)+$")
 _KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "inputs"}
 
 
@@ -26,7 +28,7 @@ def explain_plan(plan: Plan) -> str:
     if plan.stages:
         lines += ["stages", *_stages(plan), ""]
     if plan.choices:
-        lines += ["operations", *_choices(plan), ""]
+        lines += [*_choices(plan), ""]
     if plan.notes:
         lines += ["notes", *(f"  {note}" for note in plan.notes), ""]
     return "\n".join(lines[:-1])
@@ -100,10 +102,14 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield f"  {stage}: {', '.join(_fold_all(layers)) or 'nothing; it passes tensors on'}"
 
 
-def _choices(plan: Plan) -> Iterator[str]:
-    for index, axis in enumerate(plan.mesh.axes):
-        counts = Counter(labels[index] for labels in plan.choices.values())
-        yield f"  {axis}: " + ", ".join(f"{count} {label}" for label, count in counts.most_common())
+def _choices(plan: Plan) -> list[str]:
+    """The calls that are split, by operation and by the factor that each axis splits; views follow what they view."""
+    counts = Counter((_NUMBERED.sub("", name), labels) for name, labels in plan.choices.items())
+    rows = [["operations", "calls", *plan.mesh.axes]]
+    for (operation, labels), count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        if operation not in VIEWS:
+            rows.append([f"  {operation}", str(count), *labels])
+    return table(rows, right=(1,))
 
 
 def _fold_all(names: list[str]) -> Iterator[str]:
@@ -140,9 +146,11 @@ def _diff_mappings(title: str, before: Mapping[str, object], after: Mapping[str,
     for name in dict.fromkeys(itertools.chain(before, after)):
         was, now = (_short(side[name]) if name in side else "-" for side in (before, after))
         if was != now:
-            groups.setdefault((family(name), was, now), []).append(name)
-    for (_, was, now), names in groups.items():
-        yield f"{title} {folded(names)}: {was} -> {now}"
+            kind = _NUMBERED.sub("", name) if title == "choices" else family(name)
+            groups.setdefault((kind, was, now), []).append(name)
+    for (kind, was, now), names in groups.items():
+        what = f"of {plural(len(names), 'call')} of {kind}" if title == "choices" else folded(names)
+        yield f"{title} {what}: {was} -> {now}"
 
 
 def _short(value: object) -> str:

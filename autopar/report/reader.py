@@ -15,12 +15,9 @@ from autopar.cost_models.collectives import Algorithm, Collective, N, S, formula
 from autopar.passes.base import InputKind, OutputKind, OutputSpec, Program
 from autopar.plan import format_placement
 from autopar.report.rows import Communication, Kind, LocalTensor, Row, View
+from autopar.report.text import VIEWS
 from autopar.verify.communication import WAIT, communication_name, read_arguments, read_messages
 
-_VIEWS = frozenset(
-    """view reshape _unsafe_view transpose permute t expand unsqueeze squeeze slice select detach alias unflatten
-    as_strided split split_with_sizes narrow flatten unbind""".split()  # noqa: SIM905 - a list of words reads best so
-)
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _COLLECTIVES = {
     "all_reduce": (Collective.ALL_REDUCE, Algorithm.RING),
@@ -151,7 +148,7 @@ def _kind(node: fx.Node) -> Kind:
     if name is not None:
         return Kind.WAIT if name == WAIT else Kind.COMMUNICATION
     word = _call(node).split(".")[min(1, _call(node).count("."))]
-    return Kind.VIEW if word == "getitem" or word in _VIEWS else Kind.COMPUTATION
+    return Kind.VIEW if word in VIEWS else Kind.COMPUTATION
 
 
 def _call(node: fx.Node) -> str:

@@ -6,6 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 
 _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# Operations that only look at their argument in another shape.
+VIEWS = frozenset(
+    """view reshape _unsafe_view transpose permute t expand unsqueeze squeeze slice select detach alias unflatten
+    as_strided split split_with_sizes narrow flatten unbind getitem""".split()  # noqa: SIM905 - words read best so
+)
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 
 
