@@ -198,6 +198,8 @@ class Partitioner:
         if row.random:
             self.draws += 1
             return lower_random(ctx, self.rng, self.seed, self.draws - 1)
+        if ctx.call.op._schema.name in ("aten::view", "aten::_unsafe_view", "aten::reshape"):
+            return self._emit_view(ctx)
         if not factors:
             return ctx.emit_unchanged()
         special = [row.lowerings[f] for f in sorted(factors) if f in row.lowerings]
@@ -210,13 +212,13 @@ class Partitioner:
             replaced[name] = list(ctx.local_output_shape(index))
         if row.localize is not None:
             replaced.update(row.localize(ctx))
-        return self._emit_reshaped(ctx, replaced)
-
-    def _emit_reshaped(self, ctx: LocalContext, replaced: dict[str, Any]) -> Any:
-        """A local view may be illegal where the global one was not: reshape copies when it must."""
-        if ctx.call.op._schema.name in ("aten::view", "aten::_unsafe_view") and "size" in replaced:
-            return ctx.emit("reshape", ctx.tensor(0), replaced["size"])
         return ctx.emit_call(replaced)
+
+    def _emit_view(self, ctx: LocalContext) -> fx.Node:
+        """A local view may be illegal where the global one was not (other strides): reshape copies when it must."""
+        source = ctx.tensor(0)
+        legal = source.meta["val"].is_contiguous()
+        return ctx.emit("view" if legal else "reshape", source, list(ctx.local_output_shape(0)))
 
     def _bind_outputs(self, node: fx.Node, result: Any, ctx: LocalContext) -> None:
         multi = isinstance(node.meta["val"], (list, tuple))
