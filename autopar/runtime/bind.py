@@ -49,6 +49,7 @@ def bind(program: Program, real_name: Callable[[str], str], device: torch.device
     module = _copy(program.graph_module)
     _bind_nodes(module, real_name, device)
     _order_placeholders(module.graph, input_order(program))
+    _own_results(module.graph, program)
     _own_gradients(module.graph, program)
     module.graph.lint()
     module.recompile()
@@ -116,6 +117,28 @@ def _order_placeholders(graph: fx.Graph, order: list[int]) -> None:
         anchor.prepend(node)
 
 
+def _own_results(graph: fx.Graph, program: Program) -> None:
+    """Copy results that are (views of) parameters or buffers, which change later, and results that are there twice."""
+    output = graph.output_node()
+    values: list[fx.Node | None] = list(output.args[0])  # type: ignore[arg-type]
+    kinds = [program.inputs[i].kind for i in input_order(program)]
+    placeholders = graph.find_nodes(op="placeholder")
+    held = [node for node, kind in zip(placeholders, kinds, strict=False) if kind is not InputKind.BATCH]
+    for i, (spec, value) in enumerate(zip(program.outputs, values, strict=True)):
+        if spec.kind in (OutputKind.LOSS, OutputKind.RESULT) and value is not None:
+            owner = _memory(value)[-1][0]
+            if owner in held or owner.op == "get_attr" or value in values[:i]:
+                values[i] = _cloned(graph, value)
+    output.args = (tuple(values),)
+
+
+def _cloned(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    with graph.inserting_before(graph.output_node()):
+        copied = graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+    copied.meta = dict(value.meta)
+    return copied
+
+
 def _own_gradients(graph: fx.Graph, program: Program) -> None:
     """Copy every gradient that shares memory with an input, a constant, another output or with itself."""
     output = graph.output_node()
@@ -128,12 +151,7 @@ def _own_gradients(graph: fx.Graph, program: Program) -> None:
         own, *wholes = memories[i]
         given = any(node.op in ("placeholder", "get_attr") for node, _ in memories[i])
         if given or owners[own] > 1 or any(owners[whole] for whole in wholes) or _overlaps(value):
-            with graph.inserting_before(output):
-                copied = graph.call_function(
-                    torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
-                )
-            copied.meta = dict(value.meta)
-            values[i] = copied
+            values[i] = _cloned(graph, value)
             owners[own] -= 1
     output.args = (tuple(values),)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.state import Held, held_tensors
 from autopar.cost_models.errors import InputError, RuntimeStateError
+from autopar.passes.base import Mesh
 from autopar.passes.placement import Layout, local_shape
 from autopar.runtime.groups import Groups
 from autopar.runtime.layout import dtensor_spec, is_replicated, local_part
 from autopar.runtime.world import World
 from autopar.torch_private import DTensorSpec, dtensor
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class Stored:
     """
 
     names: tuple[str, ...]
-    slots: list[tuple[dict[str, object], str]]
+    slots: list[tuple[dict[str, Any], str]]
     is_parameter: bool
     tensor: torch.Tensor
     layout: Layout
@@ -65,6 +69,7 @@ class ModelState:
         self.model = model
         self.stored = [_stored(held) for held in parameters + buffers]
         self.uninitialised: set[str] = set()
+        self._mesh: tuple[Mesh, int] | None = None
         self._by_name = {name: entry for entry in self.stored for name in entry.names}
 
     def __getitem__(self, name: str) -> Stored:
@@ -85,7 +90,7 @@ class ModelState:
             for e in self.stored
         ]
 
-    def place(self, world: World, groups: Groups | None, layouts: Callable[[str], Layout]) -> dict[int, torch.Tensor]:
+    def place(self, world: World, groups: Groups | None, layouts: Callable[[str], Layout]) -> list[Pair]:
         """Lay every tensor out; rank 0's values are given to all.
 
         A rank needs room for one whole tensor at a time beside what it keeps.  Tensors that rank 0 holds on meta are
@@ -97,11 +102,11 @@ class ModelState:
             layouts: the layout of a tensor by its canonical name.
 
         Returns:
-            the new tensor for the ``id`` of every tensor that was replaced; the old objects are kept alive by the
-            caller for as long as the ids matter.
+            (old, new) for every tensor that was replaced.
         """
+        self._mesh = None if groups is None else (groups.mesh, world.rank)
         on_meta = world.from_first([entry.tensor.is_meta for entry in self.stored])
-        replaced: dict[int, torch.Tensor] = {}
+        replaced: list[Pair] = []
         for entry, empty in zip(self.stored, on_meta, strict=True):
             old = entry.tensor
             entry.layout = layouts(entry.name)
@@ -118,8 +123,8 @@ class ModelState:
             entry.tensor = new
             for table, key in entry.slots:
                 table[key] = new
-            replaced[id(old)] = new
-        _rebind(self.model, replaced)
+            replaced.append((old, new))
+        _rebind(self.model, {id(old): new for old, new in replaced})
         return replaced
 
     def stale(self) -> str | None:
@@ -135,6 +140,15 @@ class ModelState:
         with torch.no_grad():
             entry.local().copy_(whole if groups is None else local_part(whole, entry.layout, groups.mesh, world.rank))
         self.uninitialised.discard(entry.name)
+
+    def laid_out_like(self, like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """A ``whole`` tensor, equal on all ranks, in the layout of the parameter or buffer ``like``."""
+        if not isinstance(like, DTensor) or self._mesh is None:
+            return whole
+        entry = next(e for e in self.stored if e.tensor is like)
+        part = local_part(whole.to(like.device), entry.layout, self._mesh[0], self._mesh[1])
+        spec = dtensor_spec(entry.layout, whole.shape, whole.dtype, self._mesh[0], like.device_mesh)
+        return dtensor(part.clone(memory_format=torch.contiguous_format), spec)
 
     def loaded(self, names: Collection[str]) -> None:
         """Note that the tensors of these names have got their values."""
@@ -156,6 +170,9 @@ def _local_values(
         mesh = groups.mesh
         shape = local_shape(tuple(old.shape), layout, mesh.sizes, mesh.coords(world.rank))
         return torch.empty(shape, dtype=old.dtype, device=world.device)
+    if isinstance(old, DTensor):  # compiled before, perhaps with another plan
+        with torch.no_grad():
+            return _cut(old.full_tensor(), layout, world, groups)
     whole = torch.empty(old.shape, dtype=old.dtype, device=world.device) if old.is_meta else old.detach().contiguous()
     dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
     return _cut(whole, layout, world, groups)

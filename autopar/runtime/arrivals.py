@@ -1,0 +1,202 @@
+"""A kind of call that is new: what every rank passed, whether it fits together, and the global call behind it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.capture import flatten_call
+from autopar.cost_models.errors import InputError
+from autopar.passes.base import Mesh
+from autopar.passes.placement import chunk
+from autopar.runtime.border import batch_layout
+from autopar.runtime.outputs import LeafLayouts
+from autopar.runtime.world import World
+from autopar.torch_private import DTensorSpec, pytree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """One call as this rank passed it.
+
+    Attributes:
+        leaves: its flattened leaves.
+        names: a name for each, such as ``args[0]``.
+        spec: pytree spec of ``(args, kwargs, targets)``.
+    """
+
+    leaves: list[Any]
+    names: tuple[str, ...]
+    spec: Any
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Arrival:
+        """Flatten a call."""
+        leaves, spec, names = flatten_call(args, kwargs, targets)
+        return cls(leaves=leaves, names=names, spec=spec)
+
+    @property
+    def tensors(self) -> list[tuple[int, torch.Tensor]]:
+        """The tensor leaves with their positions."""
+        return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+
+    def check_devices(self, device: torch.device) -> None:
+        """Refuse inputs on another device than the module's; meta and fake ones stand for inputs that come later.
+
+        Raises:
+            InputError: naming the input.
+        """
+        for i, tensor in self.tensors:
+            if tensor.device != device and not tensor.is_meta:
+                raise InputError(
+                    f"{self.names[i]} is on {tensor.device} and the model is on {device}: move it there with "
+                    f".to({str(device)!r})"
+                )
+
+    def describe(self) -> list[tuple[str, str]]:
+        """(name, what it is) of every leaf, to be compared between ranks."""
+        return [(name, _kind(leaf)) for name, leaf in zip(self.names, self.leaves, strict=True)]
+
+    def differences(self, names: Sequence[str]) -> str:
+        """In words, which inputs this call has that another one with ``names`` has not, and the other way round."""
+        added = [name for name in self.names if name not in names]
+        missing = [name for name in names if name not in self.names]
+        parts = [f"has {', '.join(added)}"] * bool(added) + [f"lacks {', '.join(missing)}"] * bool(missing)
+        return " and ".join(parts)
+
+    def as_global(self, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]]) -> tuple[Any, Any, Any]:
+        """``(args, kwargs, targets)`` of the global call: tensors that are not whole here become meta ones."""
+        leaves = list(self.leaves)
+        for i, tensor in self.tensors:
+            if i in shapes or i in layouts:
+                shape = shapes.get(i, tuple(tensor.shape))
+                leaves[i] = torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
+        args, kwargs, targets = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs, targets
+
+
+def _kind(leaf: Any) -> str:  # noqa: ANN401 - whatever users pass
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return repr(leaf)
+
+
+def check_equal(arrival: Arrival, world: World) -> None:
+    """Every rank must pass the same global batch, as far as shapes, dtypes and constants go.
+
+    Raises:
+        InputError: on all ranks, naming the first input that differs.
+    """
+    mine = arrival.describe()
+    everyone = world.exchange(mine)
+    for rank, theirs in enumerate(everyone):
+        for here, there in zip(everyone[0], theirs, strict=False):
+            if here != there:
+                raise InputError(
+                    f"rank {rank} passes {there[0]} = {there[1]} where rank 0 passes {here[0]} = {here[1]}: with "
+                    'batch="global" every rank passes the same global batch; use batch="local" to pass parts'
+                )
+        if len(theirs) != len(everyone[0]):
+            raise InputError(f"rank {rank} passes {len(theirs)} inputs where rank 0 passes {len(everyone[0])}")
+
+
+def dtensor_layouts(arrival: Arrival) -> dict[int, DTensorSpec]:
+    """The layouts of the inputs that are DTensors."""
+    return {i: tensor._spec for i, tensor in arrival.tensors if isinstance(tensor, DTensor)}
+
+
+def local_batch(
+    arrival: Arrival, world: World, mesh: Mesh, whole: Sequence[int]
+) -> tuple[dict[int, Any], dict[int, tuple[int, ...]]]:
+    """The global call behind parts of a batch.
+
+    Args:
+        arrival: what this rank passed.
+        world: the processes.
+        mesh: the grid; ranks with the same place on "dp" pass the same part.
+        whole: positions of tensors that every rank passes whole.
+
+    Returns:
+        the layout of every input that is a part, and the global shape of each, by position.
+
+    Raises:
+        InputError: on all ranks, where the parts do not fit together.
+    """
+    everyone = world.exchange({i: tuple(t.shape) for i, t in arrival.tensors if not isinstance(t, DTensor)})
+    by_part = [everyone[mesh.rank(_first_at(mesh, index))] for index in range(mesh.axis_size("dp"))]
+    layouts: dict[int, Any] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for i in split_leaves(arrival):
+        if i in whole:
+            continue
+        rows = [part[i][0] if part.get(i) else -1 for part in by_part]
+        total = sum(rows)
+        wanted = [chunk(total, len(rows), index)[1] for index in range(len(rows))]
+        if rows != wanted:
+            raise InputError(
+                f"the data ranks pass {rows} rows of {arrival.names[i]}; {total} rows are split as {wanted}: give "
+                "every data rank that many, or drop the last incomplete batch"
+            )
+        shapes[i] = (total, *arrival.leaves[i].shape[1:])
+        layouts[i] = batch_layout(shapes[i], mesh)
+    for rank, theirs in enumerate(everyone):
+        part = by_part[mesh.coords(rank)[mesh.axes.index("dp")]]
+        if theirs != part:
+            raise InputError(f"rank {rank} passes inputs of shapes {theirs} where its data rank passes {part}")
+    return layouts, shapes
+
+
+def _first_at(mesh: Mesh, index: int) -> tuple[int, ...]:
+    return tuple(index if axis == "dp" else 0 for axis in mesh.axes)
+
+
+def split_leaves(arrival: Arrival) -> list[int]:
+    """Positions of the tensors that look like parts of the batch: as many rows as the first tensor that has rows."""
+    plain = [(i, t) for i, t in arrival.tensors if t.dim() and not isinstance(t, DTensor)]
+    return [i for i, t in plain if t.shape[0] == plain[0][1].shape[0]]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A checksum of a tensor's values."""
+    if isinstance(tensor, DTensor) or tensor.is_meta:
+        return ""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(raw.tobytes(), digest_size=16).hexdigest()
+
+
+def equal_everywhere(arrival: Arrival, world: World) -> list[int]:
+    """Positions of the tensors whose values are equal on all ranks."""
+    everyone = world.exchange([(i, digest(t)) for i, t in arrival.tensors])
+    return [i for n, (i, mine) in enumerate(everyone[0]) if all(theirs[n][1] == mine for theirs in everyone)]
+
+
+def check_values(arrival: Arrival, world: World, mesh: Mesh | None, parts: Sequence[int]) -> None:
+    """Inputs that ranks must share are equal on them.
+
+    Args:
+        arrival: what this rank passed.
+        world: the processes.
+        mesh: the grid.
+        parts: positions of inputs that are parts: only ranks of one data rank share them.
+
+    Raises:
+        InputError: on all ranks, naming the input.
+    """
+    if mesh is None:
+        return
+    everyone = world.exchange([digest(t) for _, t in arrival.tensors])
+    axis = mesh.axes.index("dp") if "dp" in mesh.axes else -1
+    for n, (i, _) in enumerate(arrival.tensors):
+        for rank, theirs in enumerate(everyone):
+            like = mesh.rank(_first_at(mesh, mesh.coords(rank)[axis])) if i in parts else 0
+            if theirs[n] != everyone[like][n]:
+                raise InputError(
+                    f"the values of {arrival.names[i]} differ between rank {like} and rank {rank}: with "
+                    'batch="global" every rank passes the same global batch (seed the data loader alike on all ranks), '
+                    'with batch="local" every data rank passes its part'
+                )
