@@ -21,6 +21,7 @@ from autopar.passes.placement import Layout
 from autopar.verify.compare import check_local_shapes, magnitude, part_differences, relative
 from autopar.verify.lockstep import run_lockstep
 from autopar.verify.report import Mismatch
+from autopar.verify.tolerance import is_exact
 
 # An intermediate value is measured against its own size, or this share of its inputs' where they cancel.
 _CANCELLATION = 1e-2
@@ -187,7 +188,7 @@ class _Collector:
             self._found[origin] = (tuple(sorted(parts)), math.inf, str(error))
             return
         apart, _ = part_differences(held, layout, self._mesh, want)
-        exact = not (want.dtype.is_floating_point or want.dtype.is_complex)
+        exact = is_exact(want)
         errors = {rank: distance if exact else relative(distance, scale) for rank, distance in apart.items()}
         wrong = tuple(rank for rank, error in errors.items() if error > (0.0 if exact else self._tolerance))
         if wrong:

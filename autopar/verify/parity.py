@@ -11,25 +11,14 @@ import torch
 from torch import fx
 
 from autopar.cost_models.errors import VerificationError
-from autopar.passes.base import Mesh, OutputKind, OutputSpec, Program, ProgramTensor, StepGraph
+from autopar.passes.base import Mesh, OutputSpec, Program, ProgramTensor, StepGraph
 from autopar.verify.compare import check_local_shapes, magnitude, part_differences, relative, shard_tensor
 from autopar.verify.locate import first_mismatch
 from autopar.verify.lockstep import run_lockstep
 from autopar.verify.meetings import check_ranks
 from autopar.verify.report import Report, Row
+from autopar.verify.tolerance import Tolerance, is_exact
 from autopar.verify.values import Values, input_values
-
-# What rounding and another order of summation may cost, by the coarsest dtype that the step computes in.
-TOLERANCES: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-10,
-    torch.float32: 5e-5,
-    torch.float16: 5e-3,
-    torch.bfloat16: 3e-2,
-}
-# A true gradient of zero (a key bias) is all rounding: it is measured against the model's largest gradient.  Other
-# outputs have no common scale (a buffer of variances says nothing about one of means): their floor is not above 1e-3.
-_FLOOR = 1e-3
-_GRADIENTS = frozenset({OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT})
 
 
 def verify_programs(
@@ -39,11 +28,12 @@ def verify_programs(
     *,
     rtol: float | None = None,
     locate: bool = True,
+    normal: StepGraph | None = None,
 ) -> Report:
     """Compare every output of ``programs``, run in lockstep, with the single-device ``step``.
 
-    The error of an output is its largest absolute difference over its largest entry, or over a thousandth of the
-    largest entry among all outputs of its kind where that is more (gradients; for other kinds 1e-3 at most).  NaN and
+    The error of an output is its largest absolute difference over its largest entry, or over a share of the largest
+    entry among the outputs of its kind where that is more (:class:`autopar.verify.tolerance.Tolerance`).  NaN and
     infinities must be at the same places; integers must be equal; dtypes and shapes must be.
 
     Args:
@@ -53,6 +43,8 @@ def verify_programs(
         rtol: allowed error; by default by the coarsest dtype of the step (float64 1e-10, float32 5e-5, float16 5e-3,
             bfloat16 3e-2).
         locate: on a difference, run again and find the first wrong value.
+        normal: the rewritten step that the programs were made from, where that is not ``step``; wrong values are looked
+            for in it, outputs are always compared with ``step``.
 
     Raises:
         VerificationError: the programs cannot run together (collectives do not match, deadlock, a node fails), or draw
@@ -61,7 +53,7 @@ def verify_programs(
     mesh = check_ranks(programs)
     _refuse_own_randomness(step, programs)
     inputs = input_values(step, values)
-    rtol = default_tolerance(step.graph_module) if rtol is None else rtol
+    tolerance = Tolerance.of(step.graph_module, rtol)
     local = [local_inputs(p, inputs) for p in programs]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(values if isinstance(values, int) else 0)
@@ -69,13 +61,13 @@ def verify_programs(
         wanted = run_single(step, inputs)
         torch.set_rng_state(start)
         outputs = run_lockstep(programs, local)
-        rows = _compare(step.outputs, wanted, programs, outputs, rtol)
+        rows = _compare(step.outputs, wanted, programs, outputs, tolerance)
         mismatch = None
         if locate and not all(r.ok for r in rows):
             wrong = {(r.kind, r.name): r.error for r in rows if not r.ok}
             torch.set_rng_state(start)
             whole = [inputs[s.name] for s in step.inputs]
-            mismatch = first_mismatch(step, programs, whole, local, wrong=wrong, rtol=rtol)
+            mismatch = first_mismatch(normal or step, programs, whole, local, wrong=wrong, rtol=tolerance.rtol)
     return Report(ok=all(r.ok for r in rows), rows=tuple(rows), mesh=mesh, first_mismatch=mismatch)
 
 
@@ -105,13 +97,6 @@ def local_inputs(program: Program, inputs: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def default_tolerance(module: fx.GraphModule) -> float:
-    """The tolerance for the coarsest floating-point dtype that ``module`` computes in."""
-    values = (node.meta.get("val") for node in module.graph.nodes)
-    dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor)}
-    return max((TOLERANCES.get(d, 0.25) for d in dtypes if d.is_floating_point), default=TOLERANCES[torch.float32])
-
-
 def _refuse_own_randomness(step: StepGraph, programs: Sequence[Program]) -> None:
     for program in programs:
         seeds = [n for n in program.graph_module.graph.nodes if n.op == "placeholder" and n.name == program.seed_input]
@@ -135,33 +120,20 @@ def _compare(
     wanted: Sequence[Any],
     programs: Sequence[Program],
     outputs: Sequence[tuple[Any, ...]],
-    rtol: float,
+    tolerance: Tolerance,
 ) -> list[Row]:
     mesh = programs[0].mesh
     by_rank = [
         {(s.kind, s.name): (o, t) for s, o, t in zip(p.outputs, out, p.output_tensors, strict=True)}
         for p, out in zip(programs, outputs, strict=True)
     ]
-    floors = _floors(specs, wanted)
+    floors = tolerance.floors(specs, wanted)
     rows = []
     for spec, want in zip(specs, wanted, strict=True):
         entries = [rank.get((spec.kind, spec.name), (None, None)) for rank in by_rank]
         held = _Held(parts=tuple(e[0] for e in entries), tensors=tuple(e[1] for e in entries))
-        rows.append(_row(spec, want, held, mesh, rtol=rtol, floor=floors[spec.kind]))
+        rows.append(_row(spec, want, held, mesh, rtol=tolerance.rtol, floor=floors[spec.kind]))
     return rows
-
-
-def _floors(specs: Sequence[OutputSpec], wanted: Sequence[Any]) -> dict[OutputKind, float]:
-    floors = dict.fromkeys(OutputKind, 0.0)
-    for spec, want in zip(specs, wanted, strict=True):
-        if isinstance(want, torch.Tensor) and not _is_exact(want):
-            floors[spec.kind] = max(floors[spec.kind], _FLOOR * magnitude(want))
-    return {kind: floor if kind in _GRADIENTS else min(floor, _FLOOR) for kind, floor in floors.items()}
-
-
-def _is_exact(tensor: torch.Tensor) -> bool:
-    """Whether values of this dtype are not rounded."""
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def _row(spec: OutputSpec, want: object, held: _Held, mesh: Mesh, *, rtol: float, floor: float) -> Row:
@@ -172,7 +144,7 @@ def _row(spec: OutputSpec, want: object, held: _Held, mesh: Mesh, *, rtol: float
     if not isinstance(want, torch.Tensor) or layout is None:
         return Row(kind=spec.kind, name=spec.name, error=0.0, tolerance=rtol, ok=True)
     apart, drift = part_differences(held.parts, layout, mesh, want)
-    exact = _is_exact(want)
+    exact = is_exact(want)
     scale = 1.0 if exact else max(magnitude(want), floor)
     tolerance = 0.0 if exact else rtol
     worst = max(apart, key=lambda rank: apart[rank])

@@ -7,7 +7,7 @@ import torch
 from autopar.cost_models.errors import VerificationError
 from autopar.passes.base import Mesh, OutputKind, OutputSpec, StepGraph
 from autopar.verify import check_programs, verify_programs
-from autopar.verify.parity import _floors, default_tolerance
+from autopar.verify.tolerance import Tolerance
 from tests.verify.sketch import BATCH, HIDDEN, OUT, WIDTH, Sketch, aten, mlp_programs, mlp_step
 
 
@@ -114,10 +114,12 @@ def test_report_of_a_missing_gradient():
 def test_a_zero_gradient_is_measured_against_the_largest_one():
     """The key bias of attention: its true gradient is zero, what a run gives is rounding."""
     gradient = [OutputSpec(kind=OutputKind.GRADIENT, name=n) for n in ("weight", "bias")]
-    floors = _floors(gradient, [torch.full((3,), 5.0), torch.full((3,), 1e-9)])
+    floors = Tolerance(1e-2, 1e-7).floors(gradient, [torch.full((3,), 5.0), torch.full((3,), 1e-9)])
     assert floors[OutputKind.GRADIENT] == pytest.approx(5e-3)
+    strict = Tolerance(1e-6, 1e-7).floors(gradient, [torch.full((3,), 5.0), torch.full((3,), 1e-9)])
+    assert strict[OutputKind.GRADIENT] * 1e-6 == pytest.approx(2e-7 * 5.0)
     buffers = [OutputSpec(kind=OutputKind.MUTATION, name=n) for n in ("var", "mean", "count")]
-    floors = _floors(buffers, [torch.full((3,), 5e4), torch.zeros(3), torch.tensor(10**9)])
+    floors = Tolerance(1e-2, 1e-7).floors(buffers, [torch.full((3,), 5e4), torch.zeros(3), torch.tensor(10**9)])
     assert floors[OutputKind.MUTATION] == pytest.approx(1e-3)
 
 
@@ -125,11 +127,12 @@ def test_the_tolerance_follows_the_coarsest_dtype():
     sketch = Sketch()
     x = sketch.input("x", (2,), torch.float64)
     y = sketch.call(aten.mul.Tensor, x, 2.0)
-    assert default_tolerance(sketch.module([y])) == 1e-10
+    assert Tolerance.of(sketch.module([y])) == Tolerance(1e-10, torch.finfo(torch.float64).eps)
+    assert Tolerance.of(sketch.module([y]), 0.5).rtol == 0.5
     sketch = Sketch()
     x = sketch.input("x", (2,))
     y = sketch.call(aten._to_copy.default, x, dtype=torch.bfloat16)
-    assert default_tolerance(sketch.module([y])) == 3e-2
+    assert Tolerance.of(sketch.module([y])).rtol == 3e-2
 
 
 def test_programs_with_their_own_random_stream_are_refused():
