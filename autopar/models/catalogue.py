@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,11 @@ def _entries() -> dict[str, Entry]:
 def names() -> tuple[str, ...]:
     """Names that :func:`build` knows."""
     return tuple(_entries())
+
+
+def needs_library(name: str) -> bool:
+    """Whether the built-in model ``name`` needs transformers and transformers is not installed."""
+    return isinstance(entry(name).config, Mapping) and importlib.util.find_spec("transformers") is None
 
 
 def entry(name: str) -> Entry:

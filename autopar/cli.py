@@ -1,0 +1,248 @@
+"""The command line: ``autopar search | explain | dump | verify | models``.
+
+MODEL is ``file.py:factory``, a built-in name or a ``config.json`` of transformers.  Bad input gives one line on
+standard error.  Exit codes: 0 done, 2 bad input, 3 nothing fits, 4 a check failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from autopar.capture import capture, flatten_call
+from autopar.cli_options import WorkOptions, with_work_options
+from autopar.cost_models.errors import AutoparError, UsageError
+from autopar.lower import Lowering
+from autopar.models.catalogue import build, entry, names, needs_library
+from autopar.models.load import LoadedModel
+from autopar.passes.base import StepGraph
+from autopar.plan import Plan
+from autopar.report.changes import diff_programs
+from autopar.report.dump import FORMATS, dump
+from autopar.report.text import quantity
+from autopar.search.planner import Planner
+from autopar.verify import Report, check_programs, verify_programs
+from autopar.verify.values import model_values
+
+DONE, BAD_INPUT, NOTHING_FITS, CHECK_FAILED = 0, 2, 3, 4
+_TABLE_WIDTH = 100
+
+app = typer.Typer(
+    help="Plan, show and check how a PyTorch model is split over many devices.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+
+Model = Annotated[str, typer.Argument(help="file.py:factory, a built-in name, or a config.json.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan to use instead of searching one.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write to.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        code = app(args=arguments, prog_name="autopar", standalone_mode=False)
+    except typer.TyperException as error:
+        message = error.format_message()
+    except AutoparError as error:
+        message = str(error)
+    except typer.Abort:
+        message = "stopped"
+    else:
+        return code if isinstance(code, int) else DONE
+    if message:
+        _complain(message)
+    return BAD_INPUT
+
+
+@app.command()
+@with_work_options
+def search(model: Model, *, output: Output = None, as_json: AsJson = False, work: WorkOptions) -> int:
+    """Find the plan for MODEL on a cluster, and say what a step costs."""
+    if work.cluster is None:
+        raise UsageError("search needs --cluster, such as 2x8xH100 or a JSON file")
+    loaded, cluster = work.load(model), work.ranks()
+    step, plan = _plan(loaded, work, None)
+    budget_bytes = work.constraints().memory_bytes or cluster.device.memory_bytes
+    fits = plan.predicted.peak_bytes <= budget_bytes
+    if output is not None:
+        plan.save(output)
+    if as_json:
+        _write(plan.to_json(), None)
+    else:
+        _write(f"{_assumptions(loaded, step, str(work.cluster))}\n{plan.explain()}", None)
+    if fits:
+        return DONE
+    needed, budget = quantity(plan.predicted.peak_bytes, "B"), quantity(budget_bytes, "B")
+    _complain(f"nothing fits: the smallest peak found is {needed} and a rank may use {budget}")
+    return NOTHING_FITS
+
+
+@app.command()
+def explain(
+    plan: Annotated[Path, typer.Argument(help="A plan that search wrote.")],
+    *,
+    diff: Annotated[Path | None, typer.Option(help="Another plan: show what changes.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show a saved plan: what is split where, bytes, predicted cost."""
+    loaded = Plan.load(plan)
+    if diff is not None:
+        text = loaded.diff(Plan.load(diff)) or "no difference"
+    else:
+        text = loaded.to_json() if as_json else loaded.explain()
+    _write(text, None)
+    return DONE
+
+
+@app.command("dump")
+@with_work_options
+def dump_command(
+    model: Model,
+    *,
+    plan: PlanFile = None,
+    rank: Annotated[int, typer.Option(help="Whose program.")] = 0,
+    format: Annotated[str, typer.Option(help=", ".join(FORMATS))] = "text",
+    layer: Annotated[str | None, typer.Option(help="Layers by pattern: 'blocks.0', 'blocks.*.mlp', '**.norm'.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="collectives, parameters, buffers, inputs, gradients or computation.")
+    ] = None,
+    fold: Annotated[bool | None, typer.Option(help="Leave out copies of a block that was shown.")] = None,
+    diff: Annotated[Path | None, typer.Option(help="Another plan: show what its program does otherwise.")] = None,
+    output: Output = None,
+    as_json: AsJson = False,
+    work: WorkOptions,
+) -> int:
+    """Show the program of one rank, as Python, JSON, dot or SVG."""
+    loaded = work.load(model)
+    step, chosen = _plan(loaded, work, plan)
+    if not 0 <= rank < chosen.world_size:
+        raise UsageError(f"rank {rank} is not one of the plan's {chosen.world_size}; use 0 to {chosen.world_size - 1}")
+    program = Lowering(step, chosen).program(rank)
+    if diff is not None:
+        other = Plan.load(diff)
+        other.check(step)
+        text = diff_programs(program, Lowering(step, other).program(rank), layer=layer) or "no difference"
+    else:
+        text = dump(program, "json" if as_json else format, layer=layer, only=only, folds=fold)
+    _write(text, output)
+    return DONE
+
+
+@app.command()
+@with_work_options
+def verify(model: Model, *, plan: PlanFile = None, as_json: AsJson = False, work: WorkOptions) -> int:
+    """Run the programs of all ranks in this process and compare every output with one device."""
+    loaded = work.load(model, device="cpu")
+    step, chosen = _plan(loaded, work, plan)
+    lowering = Lowering(step, chosen, rng="exact")
+    with _busy("running all ranks"):
+        programs = [lowering.program(rank) for rank in range(chosen.world_size)]
+        check_programs(programs)
+        leaves, _, _ = flatten_call(loaded.args, loaded.kwargs)
+        values = model_values(step, loaded.model, leaves)
+        report = verify_programs(step, programs, values, normal=lowering.prepared.normal)
+    _write(_report_json(report) if as_json else report.text(), None)
+    return DONE if report.ok else CHECK_FAILED
+
+
+@app.command()
+def models(*, as_json: AsJson = False) -> int:
+    """List the built-in models."""
+    with _busy("building them without weights"):
+        rows = [_listed(name) for name in names()]
+    if as_json:
+        document = {"format": "autopar models", "schema": 1, "models": [dataclasses.asdict(row) for row in rows]}
+        _write(json.dumps(document, indent=1), None)
+        return DONE
+    table = Table("name", "parameters", "dtype", "sequence", "", box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        count = "-" if row.parameters is None else quantity(row.parameters, "")
+        table.add_row(row.name, count, row.dtype, "-" if row.sequence is None else str(row.sequence), row.about)
+    Console(width=max(Console().width, _TABLE_WIDTH)).print(table)
+    return DONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    """A built-in model as ``models`` shows it; ``parameters`` is None where its library is not installed."""
+
+    name: str
+    parameters: int | None
+    dtype: str
+    sequence: int | None
+    about: str
+
+
+def _listed(name: str) -> _Listed:
+    found = entry(name)
+    count = None
+    if not needs_library(name):
+        model, *_ = build(name, batch=1)
+        count = sum(p.numel() for p in model.parameters())
+    dtype = str(found.dtype).removeprefix("torch.")
+    return _Listed(name=name, parameters=count, dtype=dtype, sequence=found.sequence, about=found.about)
+
+
+def _plan(loaded: LoadedModel, work: WorkOptions, file: Path | None) -> tuple[StepGraph, Plan]:
+    """The captured step and the plan of ``file``, else one that is searched."""
+    constraints, cluster = work.constraints(), work.ranks()
+    with _busy(f"capturing {loaded.name}"):
+        step = capture(loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)
+    if file is not None:
+        plan = Plan.load(file)
+        plan.check(step)
+        return step, plan
+    with _busy("searching"):
+        return step, Planner(step, cluster, constraints, work.optimizer).best(cluster.num_devices)
+
+
+def _assumptions(loaded: LoadedModel, step: StepGraph, cluster: str) -> str:
+    batch = [
+        f"{spec.name} {list(node.meta['val'].shape)}"
+        for spec, node in zip(step.inputs, step.placeholders, strict=True)
+        if spec.leaf >= 0
+    ]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in loaded.model.parameters()})
+    return f"{loaded.name} on {cluster}: parameters in {', '.join(dtypes)}; a step takes {', '.join(batch)}"
+
+
+def _report_json(report: Report) -> str:
+    rows = [{**dataclasses.asdict(row), "kind": row.kind.value} for row in report.rows]
+    mismatch = None if report.first_mismatch is None else str(report.first_mismatch)
+    document = {"format": "autopar verify", "schema": 1, "ok": report.ok, "rows": rows, "first_mismatch": mismatch}
+    return json.dumps(document, indent=1)
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.write(text + "\n")
+        return
+    try:
+        output.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error}") from error
+
+
+def _complain(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"autopar: {text}", markup=False, highlight=False)
+
+
+@contextmanager
+def _busy(text: str) -> Iterator[None]:
+    """Say on a terminal what takes a while."""
+    with Console(stderr=True).status(text):
+        yield
