@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,21 +106,83 @@ def run(schedule: Schedule, stages: Sequence[StageCost], *, overlap_sends: bool 
     return simulate(programs(schedule, stages, send_stream="send" if overlap_sends else COMPUTE))
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Actions of a schedule in an order in which all that they need comes first.
+
+    ``before[i]`` is the place of the message that action ``i`` waits for, or -1; ``sends[i]`` the stage whose ``send_s``
+    its own message costs, or -1.
+    """
+
+    actions: tuple[tuple[int, int, Kind], ...]
+    before: tuple[int, ...]
+    sends: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _order(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> _Order:
+    schedule = build(name, num_ranks, num_microbatches, num_chunks)
+    last = schedule.num_stages - 1
+    lines = [deque(line) for line in schedule.ranks]
+    place: dict[tuple[int, bool, int], int] = {}
+    actions: list[tuple[int, int, Kind]] = []
+    before: list[int] = []
+    sends: list[int] = []
+    while any(lines):
+        for rank, line in enumerate(lines):
+            while line:
+                action = line[0]
+                source = _source(action, last)
+                if source is not None and source not in place:
+                    break
+                line.popleft()
+                forward = action.kind is Kind.FORWARD
+                if action.kind is not Kind.WEIGHT_GRADIENT:
+                    place[action.stage, forward, action.microbatch] = len(actions)
+                silent = action.kind is Kind.WEIGHT_GRADIENT or action.stage == (last if forward else 0)
+                before.append(-1 if source is None else place[source])
+                sends.append(-1 if silent else action.stage if forward else action.stage - 1)
+                actions.append((rank, action.stage, action.kind))
+    return _Order(tuple(actions), tuple(before), tuple(sends))
+
+
+def makespan(
+    name: str, num_ranks: int, num_microbatches: int, stages: Sequence[StageCost], *, overlap_sends: bool = True
+) -> float:
+    """Duration of a whole schedule: what :func:`run` simulates, by one pass over the actions."""
+    order = _order(name, num_ranks, num_microbatches, len(stages) // num_ranks)
+    seconds = [{kind: stage.seconds(kind) for kind in Kind} for stage in stages]
+    compute_free, link_free = [0.0] * num_ranks, [0.0] * num_ranks
+    arrives = [0.0] * len(order.actions)
+    for i, (rank, stage, kind) in enumerate(order.actions):
+        source = order.before[i]
+        start = compute_free[rank] if source < 0 else max(compute_free[rank], arrives[source])
+        end = start + seconds[stage][kind]
+        if order.sends[i] >= 0:
+            send_s = stages[order.sends[i]].send_s
+            if overlap_sends:
+                arrives[i] = link_free[rank] = max(end, link_free[rank]) + send_s if send_s > 0 else end
+            else:
+                arrives[i] = end = end + send_s
+        compute_free[rank] = end
+    return max(*compute_free, *arrives, 0.0)
+
+
 def step_seconds(
     name: str, num_ranks: int, num_microbatches: int, stages: Sequence[StageCost], *, overlap_sends: bool = True
 ) -> float:
     """Duration of a pipelined step.
 
-    Long steps are not simulated to the end: once the pipe is full each further round of micro-batches takes equally
-    long, so two shorter runs give the rest.
+    Long steps are not run to the end: once the pipe is full each further round of micro-batches takes equally long, so
+    two shorter ones give the rest.
     """
     chunks = len(stages) // num_ranks
+    if num_ranks == 1 and chunks == 1:
+        return num_microbatches * (stages[0].forward_s + stages[0].backward_s)
     near, far = 3 * num_ranks, 4 * num_ranks
     if num_microbatches <= far + num_ranks:
-        return run(build(name, num_ranks, num_microbatches, chunks), stages, overlap_sends=overlap_sends).step_s
+        return makespan(name, num_ranks, num_microbatches, stages, overlap_sends=overlap_sends)
     extra = (num_microbatches - near) % num_ranks if chunks == 1 else 0
-    times = [
-        run(build(name, num_ranks, m + extra, chunks), stages, overlap_sends=overlap_sends).step_s for m in (near, far)
-    ]
+    times = [makespan(name, num_ranks, m + extra, stages, overlap_sends=overlap_sends) for m in (near, far)]
     rounds = (num_microbatches - near - extra) / num_ranks
     return times[0] + rounds * (times[1] - times[0])

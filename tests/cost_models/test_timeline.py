@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_models.errors import VerificationError
-from autopar.cost_models.pipeline import StageCost, run, step_seconds
+from autopar.cost_models.pipeline import StageCost, makespan, run, step_seconds
 from autopar.cost_models.schedules import Kind, Schedule, build, needs
 from autopar.cost_models.timeline import Event, simulate, summary
 
@@ -71,6 +71,25 @@ def test_simulator_equals_brute_force(name: str, p: int, m: int, data: st.DataOb
 def test_sends_delay_the_next_stage() -> None:
     schedule = build("1f1b", 2, 1)
     assert run(schedule, equal_stages(2, send_s=0.5)).step_s == pytest.approx(1 + 0.5 + 1 + 2 + 0.5 + 2)
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb", "interleaved"]), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.data()
+)
+def test_makespan_equals_the_simulator(name: str, p: int, m: int, overlap: bool, data: st.DataObject) -> None:
+    chunks = 2 if name == "interleaved" else 1
+    m = m * p if chunks > 1 else m
+    stages = [
+        StageCost(
+            forward_s=data.draw(st.integers(1, 9)),
+            backward_s=data.draw(st.integers(5, 14)),
+            weight_s=data.draw(st.integers(1, 4)),
+            send_s=data.draw(st.sampled_from([0, 0.5, 3])),
+        )
+        for _ in range(p * chunks)
+    ]
+    simulated = run(build(name, p, m, chunks), stages, overlap_sends=overlap).step_s
+    assert makespan(name, p, m, stages, overlap_sends=overlap) == pytest.approx(simulated)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
