@@ -6,6 +6,7 @@ import contextlib
 import linecache
 import pathlib
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,6 +21,7 @@ from autopar.torch_private import annotate, checkpoint_regions
 HERE = pathlib.Path(__file__).parent
 TRACE_FILE = str(HERE / "trace.py")
 _T = TypeVar("_T")
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 INTERNAL = (str(pathlib.Path(torch.__file__).parent), str(HERE), str(HERE.parent / "torch_private.py"), "<frozen")
 
 
@@ -36,6 +38,7 @@ class Labels:
 
     Attributes:
         called: layer paths in the order in which their modules first ran.
+        failed_in: path of the layer that raised, if one did.
         regions: the checkpoint blocks, in order; nodes carry a block's position.
     """
 
@@ -43,9 +46,9 @@ class Labels:
         """Name the modules of ``model``; a module with several names keeps the first."""
         self._model = model
         self.called: dict[str, None] = {}
+        self.failed_in = ""
         self.regions: list[Region] = []
         self._open: list[contextlib.ExitStack] = []
-        self._failures: list[tuple[BaseException, str]] = []
         self._running = [""]
         self._region_of: list[int | None] = [None]
 
@@ -56,15 +59,19 @@ class Labels:
         handles = []
         for name, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
-            handles.append(module.register_forward_hook(self._leave(name), always_call=True))
+            handles.append(module.register_forward_hook(self._leave(name)))
         try:
             with checkpoint_regions(self._region), annotate({"layer": ""}), SourceLines():
                 yield
+        except BaseException:
+            self.failed_in = self._running[-1]
+            raise
         finally:
             for handle in handles:
                 handle.remove()
             while self._open:
                 self._open.pop().close()
+            del self._running[1:]
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -74,7 +81,7 @@ class Labels:
                 self.regions[region].layers.append(name)
             stack = contextlib.ExitStack()
             stack.enter_context(annotate({"layer": name}))
-            stack.enter_context(_pushed(self._running, name))
+            self._running.append(name)
             stack.enter_context(_pushed(self._region_of, None))
             self._open.append(stack)
 
@@ -82,16 +89,12 @@ class Labels:
 
     def _leave(self, name: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            error = sys.exc_info()[1]
-            if error is not None:
-                self._failures.append((error, name))
+            # A layer that raised is still open: torch runs no hooks after an error while it compiles.
+            while self._running.pop() != name:
+                self._open.pop().close()
             self._open.pop().close()
 
         return hook
-
-    def layer_of(self, error: BaseException) -> str:
-        """Path of the innermost layer that ``error`` left, or the empty path."""
-        return next((name for failure, name in self._failures if failure is error), "")
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
@@ -150,8 +153,8 @@ class SourceLines(TorchFunctionMode):
 
 
 def is_internal(file: str) -> bool:
-    """Whether a frame of ``file`` belongs to torch, to capture or to the interpreter's own machinery."""
-    return file.startswith(INTERNAL) or file.endswith(("/contextlib.py", "/functools.py"))
+    """Whether a frame of ``file`` belongs to torch, to capture or to Python and its standard library."""
+    return file.startswith(INTERNAL) or (file.startswith(STANDARD_LIBRARY) and "site-packages" not in file)
 
 
 def describe_line(file: str, line: int) -> str:

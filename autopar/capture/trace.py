@@ -112,7 +112,7 @@ def capture(
             if call.counts:
                 call.check_steady(mode, fakes)
     except Exception as error:  # noqa: BLE001 -- only adds where and why, and chains the cause
-        raise refusal(error, call.labels.layer_of(error)) from (None if isinstance(error, CaptureError) else error)
+        raise refusal(error, call.labels.failed_in) from (None if isinstance(error, CaptureError) else error)
     if call.result is None:
         raise CaptureError("the model was not called while it was traced")
     repeated = find_repeats(model, tuple(call.labels.called))
