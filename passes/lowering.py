@@ -20,33 +20,66 @@ from autopar.passes.torch_ops import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_
 KEPT_META = ("layer", "phase", "source")
 
 
-class Emitter:
-    """Appends calls to a graph, running each on fake tensors so that every node knows its local shape."""
+Memo = dict[Any, Any]
 
-    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+
+def memo_key(item: Any) -> Any:
+    """A hashable stand-in for an argument: tensors by all that shapes depend on, the rest by type and value."""
+    if isinstance(item, torch.Tensor):
+        return (tuple(item.shape), item.stride(), item.storage_offset(), item.dtype, item.device.type)
+    if isinstance(item, (list, tuple)):
+        return tuple(memo_key(i) for i in item)
+    return (type(item), str(item) if isinstance(item, float) else item)
+
+
+class Emitter:
+    """Appends calls to a graph, running each on fake tensors so that every node knows its local shape.
+
+    Args:
+        graph: where calls are appended.
+        fake_mode: the mode that the fake tensors belong to.
+        memo: results of earlier runs, by operation and shapes; may be shared between graphs (ranks repeat each other,
+            and so do layers).
+    """
+
+    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode, memo: Memo | None = None) -> None:
         self.graph = graph
         self.fake_mode = fake_mode
+        self.memo: Memo = {} if memo is None else memo
         self.meta: dict[str, Any] = {}
+        self.origin_name: str | None = None
 
-    def describe(self, origin: fx.Node, **extra: Any) -> None:
+    def describe(self, origin: fx.Node) -> None:
         """Nodes emitted from now on belong to ``origin``."""
-        self.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta} | extra
+        self.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta}
+        self.origin_name = origin.name
 
     def call(self, op: str | torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call of ``op``; nodes among the arguments are passed by their fake values."""
         target = resolve(op)
-        node = self.graph.call_function(target, args, kwargs)
+        return self._append(target, args, kwargs, target._schema.name.partition("::")[2].strip("_"))
 
-        def value(item: Any) -> Any:
-            return item.meta["val"] if isinstance(item, fx.Node) else item
+    def main_call(self, op: str | torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append the call that stands for the described node; it keeps that node's name."""
+        return self._append(resolve(op), args, kwargs, self.origin_name)
 
-        with self.fake_mode:
-            node.meta["val"] = target(
-                *fx.node.map_aggregate(args, value),  # type: ignore[misc]
-                **fx.node.map_aggregate(kwargs, value),  # type: ignore[arg-type]
-            )
+    def _append(
+        self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta["val"] = self._run(target, args, kwargs)
         node.meta.update(self.meta)
         return node
+
+    def _run(self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What ``target`` gives on the fake values of the arguments."""
+        values = fx.node.map_aggregate(args, fake_value)
+        named = fx.node.map_aggregate(dict(kwargs), fake_value)
+        key = (target, memo_key(values), tuple((k, memo_key(v)) for k, v in named.items()))  # type: ignore[union-attr]
+        if key not in self.memo:
+            with self.fake_mode:
+                self.memo[key] = target(*values, **named)  # type: ignore[misc, arg-type]
+        return self.memo[key]
 
     def opaque_call(
         self,
@@ -57,16 +90,8 @@ class Emitter:
         op_kwargs: Mapping[str, Any],
     ) -> fx.Node:
         """Append a call of a Python function that runs ``op`` on ``op_args`` in its own way (a seeded draw)."""
-        node = self.graph.call_function(function, args)
-
-        def value(item: Any) -> Any:
-            return item.meta["val"] if isinstance(item, fx.Node) else item
-
-        with self.fake_mode:
-            node.meta["val"] = op(
-                *fx.node.map_aggregate(op_args, value),  # type: ignore[misc]
-                **fx.node.map_aggregate(dict(op_kwargs), value),  # type: ignore[arg-type]
-            )
+        node = self.graph.create_node("call_function", function, args, name=self.origin_name)
+        node.meta["val"] = self._run(op, op_args, op_kwargs)
         node.meta.update(self.meta)
         self.mark_rank_dependent(node)
         return node
@@ -130,6 +155,11 @@ class Emitter:
         out.meta["val"] = node.meta["val"][index]
         out.meta.update(self.meta)
         return out
+
+
+def fake_value(item: Any) -> Any:
+    """The fake value of a node; anything else is itself."""
+    return item.meta["val"] if isinstance(item, fx.Node) else item
 
 
 class LocalContext:
@@ -229,7 +259,7 @@ class LocalContext:
     def emit_call(self, replaced: Mapping[str, Any]) -> fx.Node:
         """The call with local tensors, and ``replaced`` arguments by name."""
         args, kwargs = self.local_arguments(replaced)
-        return self.emitter.call(self.call.op, *args, **kwargs)
+        return self.emitter.main_call(self.call.op, *args, **kwargs)
 
     def local_arguments(self, replaced: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Args and kwargs of the call with local tensors, and ``replaced`` arguments by name."""

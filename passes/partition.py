@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.cost_models.errors import PartitionError
 from autopar.passes.base import InputKind, InputSpec, Mesh, OutputKind, Phase, Program, ProgramTensor, StepGraph
-from autopar.passes.lowering import Emitter, LocalContext
+from autopar.passes.lowering import Emitter, LocalContext, Memo
 from autopar.passes.options import Choice, Value, replicated, shape_of, value_of
 from autopar.passes.placement import REPLICATE, Layout, Partial, local_shape
 from autopar.passes.random import SEED_NAME, lower_random
@@ -44,7 +44,13 @@ class Assignment:
 
 
 def partition(
-    step: StepGraph, rows: Mapping[fx.Node, Row], assignment: Assignment, rank: int, *, rng: str = "fast"
+    step: StepGraph,
+    rows: Mapping[fx.Node, Row],
+    assignment: Assignment,
+    rank: int,
+    *,
+    rng: str = "fast",
+    memo: Memo | None = None,
 ) -> Program:
     """The program of ``rank``.
 
@@ -54,24 +60,25 @@ def partition(
         assignment: what to split how.
         rank: which rank's program.
         rng: "fast" or "exact" (see :mod:`autopar.passes.random`).
+        memo: shapes that earlier partitionings of the same step found; pass one dict for all ranks to save time.
 
     Raises:
         PartitionError: a choice does not fit its call, or two axes split one atom of a dim.
     """
-    return Partitioner(step, rows, assignment, rank, rng).run()
+    return Partitioner(step, rows, assignment, rank, rng, {} if memo is None else memo).run()
 
 
 class Partitioner:
     """State of one partitioning; see :func:`partition`."""
 
     def __init__(
-        self, step: StepGraph, rows: Mapping[fx.Node, Row], assignment: Assignment, rank: int, rng: str
+        self, step: StepGraph, rows: Mapping[fx.Node, Row], assignment: Assignment, rank: int, rng: str, memo: Memo
     ) -> None:
         self.step, self.rows, self.assignment, self.rank, self.rng = step, rows, assignment, rank, rng
         mesh = assignment.mesh
         self.axes, self.sizes, self.coords = mesh.axes, mesh.sizes, mesh.coords(rank)
         self.graph = fx.Graph()
-        self.emitter = Emitter(self.graph, fake_mode_of(step))
+        self.emitter = Emitter(self.graph, fake_mode_of(step), memo)
         self.mover = Redistributor(self.emitter, self.axes, self.sizes, self.coords)
         self.whole: Layout = tuple(REPLICATE for _ in self.axes)
         self.values: dict[Value, fx.Node] = {}
@@ -218,7 +225,7 @@ class Partitioner:
         """A local view may be illegal where the global one was not (other strides): reshape copies when it must."""
         source = ctx.tensor(0)
         legal = source.meta["val"].is_contiguous()
-        return ctx.emit("view" if legal else "reshape", source, list(ctx.local_output_shape(0)))
+        return self.emitter.main_call("view" if legal else "reshape", source, list(ctx.local_output_shape(0)))
 
     def _bind_outputs(self, node: fx.Node, result: Any, ctx: LocalContext) -> None:
         multi = isinstance(node.meta["val"], (list, tuple))

@@ -11,6 +11,7 @@ from autopar.cost_models.errors import PlanError
 from autopar.lower.prepare import Prepared, prepare
 from autopar.passes.base import Program, StepGraph
 from autopar.passes.bucket import Bucket
+from autopar.passes.lowering import Memo
 from autopar.passes.options import Choice, OptionSpace, replicated
 from autopar.passes.overlap import Overlap
 from autopar.passes.partition import Assignment, partition
@@ -48,6 +49,7 @@ class Lowering:
         disable_passes: Sequence[str] = (),
     ) -> None:
         self.plan, self.rng = plan, rng
+        self._memo: Memo = {}
         self.prepared: Prepared = prepare(step, table or RuleTable(), split_batch=plan.dp > 1)
         self.assignment = assignment_of(self.prepared, plan, reduce_dtype)
         bucket = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
@@ -56,7 +58,9 @@ class Lowering:
 
     def program(self, rank: int) -> Program:
         """The program of ``rank``."""
-        program = partition(self.prepared.normal, self.prepared.rows, self.assignment, rank, rng=self.rng)
+        program = partition(
+            self.prepared.normal, self.prepared.rows, self.assignment, rank, rng=self.rng, memo=self._memo
+        )
         for rewrite in self.passes:
             program = rewrite(program)
         return program
