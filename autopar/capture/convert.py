@@ -207,7 +207,7 @@ def _constant(joint: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     """The real value behind a ``get_attr`` node.
 
     Raises:
-        CaptureError: it should get a gradient, has no value, or is no tensor.
+        CaptureError: it has no value, or is no tensor.
     """
     value = operator.attrgetter(str(node.target))(joint)
     source = (node.meta.get("custom") or {}).get("source")
@@ -216,11 +216,6 @@ def _constant(joint: fx.GraphModule, node: fx.Node) -> torch.Tensor:
         value = value.constant
     if not isinstance(value, torch.Tensor) or value.is_meta:
         raise CaptureError(f"a tensor{where} has no value and is not part of the model: register it as a buffer")
-    if value.requires_grad:
-        raise CaptureError(
-            f"a tensor of shape {tuple(value.shape)}{where} requires grad and is not part of the model: register it as "
-            "a parameter of the model (if it belongs to loss_fn, make loss_fn's module a submodule of the model)"
-        )
     return value.detach()
 
 

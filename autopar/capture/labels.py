@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.cost_models.errors import CaptureError
 from autopar.torch_private import annotate, checkpoint_regions
 
 HERE = pathlib.Path(__file__).parent
@@ -116,7 +117,11 @@ def _pushed(stack: list[_T], item: _T) -> Iterator[None]:
 
 
 class SourceLines(TorchFunctionMode):
-    """Annotates the nodes of every torch call with the innermost line outside torch that led to it."""
+    """Annotates the nodes of every torch call with the innermost line outside torch that led to it.
+
+    Refuses calls that would differentiate with respect to a tensor that is not an input of the trace: its gradient
+    would be lost.
+    """
 
     def __init__(self) -> None:
         """Start with an empty cache of lines."""
@@ -132,8 +137,16 @@ class SourceLines(TorchFunctionMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         """Run ``func`` under an annotation with its source line."""
-        with annotate({"source": self._source(sys._getframe(1))}):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        source = self._source(sys._getframe(1))
+        with annotate({"source": source}):
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            for value in (*args, *kwargs.values()):
+                for item in value if isinstance(value, (list, tuple)) else (value,):
+                    if type(item) in (torch.Tensor, nn.Parameter) and item.requires_grad and item is not out:
+                        raise _foreign(item, source)
+        return out
 
     def _source(self, frame: FrameType | None) -> str:
         while frame is not None:
@@ -150,6 +163,14 @@ class SourceLines(TorchFunctionMode):
                 return self._lines[key]
             frame = frame.f_back
         return ""
+
+
+def _foreign(tensor: torch.Tensor, source: str) -> CaptureError:
+    """The refusal of a tensor that needs a gradient and is not part of the model."""
+    return CaptureError(
+        f"a tensor of shape {tuple(tensor.shape)} used at {source} requires grad and is not part of the model: "
+        "register it as a parameter of it (if it belongs to loss_fn, make loss_fn's module a submodule of the model)"
+    )
 
 
 def is_internal(file: str) -> bool:

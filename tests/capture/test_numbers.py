@@ -70,7 +70,7 @@ def test_a_forward_only_step_equals_no_grad(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_graph_is_in_the_agreed_form(name):
-    case, step = captured(name)
+    _, step = captured(name)
     step.graph.lint()
     assert len(step.placeholders) == len(step.inputs)
     assert len(step.results) == len(step.outputs)

@@ -188,6 +188,20 @@ def test_parameters_of_the_loss_must_belong_to_the_model():
     assert "(output - self.centre)" in text
 
 
+def test_a_teacher_outside_the_model_is_a_constant_under_no_grad():
+    teacher = nn.Linear(8, 8)
+
+    def distance(output):
+        with torch.no_grad():
+            wanted = teacher(output)
+        return (output - wanted).square().mean()
+
+    step = capture(Model("plain"), (batch(),), loss_fn=distance)
+    constants = [getattr(step.graph_module, n.target) for n in step.graph.nodes if n.op == "get_attr"]
+    assert {t.data_ptr() for t in constants} == {p.data_ptr() for p in teacher.parameters()}
+    assert not any(t.requires_grad for t in constants)
+
+
 def test_a_buffer_may_not_change_its_shape():
     class Grows(nn.Module):
         def __init__(self):
