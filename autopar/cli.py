@@ -20,7 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from autopar.capture import capture, flatten_call
+from autopar.capture import capture
 from autopar.cli_options import WorkOptions, with_work_options
 from autopar.cost_models.errors import AutoparError, UsageError
 from autopar.lower import Lowering
@@ -32,8 +32,8 @@ from autopar.report.changes import diff_programs
 from autopar.report.dump import FORMATS, dump
 from autopar.report.text import quantity
 from autopar.search.planner import Planner
-from autopar.verify import Report, check_programs, verify_programs
-from autopar.verify.values import model_values
+from autopar.verify.api import verify as compare
+from autopar.verify.report import Report
 
 DONE, BAD_INPUT, NOTHING_FITS, CHECK_FAILED = 0, 2, 3, 4
 _TABLE_WIDTH = 100
@@ -147,14 +147,9 @@ def dump_command(
 def verify(model: Model, *, plan: PlanFile = None, as_json: AsJson = False, work: WorkOptions) -> int:
     """Run the programs of all ranks in this process and compare every output with one device."""
     loaded = work.load(model, device="cpu")
-    step, chosen = _plan(loaded, work, plan)
-    lowering = Lowering(step, chosen, rng="exact")
+    chosen = Plan.load(plan) if plan is not None else _plan(loaded, work, None)[1]
     with _busy("running all ranks"):
-        programs = [lowering.program(rank) for rank in range(chosen.world_size)]
-        check_programs(programs)
-        leaves, _, _ = flatten_call(loaded.args, loaded.kwargs)
-        values = model_values(step, loaded.model, leaves)
-        report = verify_programs(step, programs, values, normal=lowering.prepared.normal)
+        report = compare(loaded.model, loaded.args, loaded.kwargs, plan=chosen, loss_fn=loaded.loss_fn)
     _write(_report_json(report) if as_json else report.text(), None)
     return DONE if report.ok else CHECK_FAILED
 

@@ -429,8 +429,15 @@ class Plan:
             raise PlanError(f"this is not a plan of schema {SCHEMA}: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to ``path`` as JSON."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write the plan to ``path`` as JSON.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"the plan {os.fspath(path)!r} cannot be written: {error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
