@@ -22,6 +22,9 @@ from autopar.passes.placement import REPLICATE, Layout, Partial, local_shape
 from autopar.passes.random import SEED_NAME, lower_random
 from autopar.passes.redistribute import Redistributor
 from autopar.passes.rules.row import Call, Row, is_getitem
+from autopar.passes.rules.table import op_name
+
+RESHAPES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +208,9 @@ class Partitioner:
         if row.random:
             self.draws += 1
             return lower_random(ctx, self.rng, self.seed, self.draws - 1)
-        if ctx.call.op._schema.name in ("aten::view", "aten::_unsafe_view", "aten::reshape"):
-            return self._emit_view(ctx)
+        if op_name(ctx.call.op) in RESHAPES:
+            # A local view may be illegal where the global one was not (other strides): reshape copies when it must.
+            return self.emitter.main_call("reshape", ctx.tensor(0), list(ctx.local_output_shape(0)))
         if not factors:
             return ctx.emit_unchanged()
         special = [row.lowerings[f] for f in sorted(factors) if f in row.lowerings]
@@ -220,12 +224,6 @@ class Partitioner:
         if row.localize is not None:
             replaced.update(row.localize(ctx))
         return ctx.emit_call(replaced)
-
-    def _emit_view(self, ctx: LocalContext) -> fx.Node:
-        """A local view may be illegal where the global one was not (other strides): reshape copies when it must."""
-        source = ctx.tensor(0)
-        legal = source.meta["val"].is_contiguous()
-        return self.emitter.main_call("view" if legal else "reshape", source, list(ctx.local_output_shape(0)))
 
     def _bind_outputs(self, node: fx.Node, result: Any, ctx: LocalContext) -> None:
         multi = isinstance(node.meta["val"], (list, tuple))

@@ -34,6 +34,8 @@ SAME_VALUE = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
 )
+# Some kernels lay their results out otherwise than their fake forms say: then a view has to copy, which reshape does.
+STRICT_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def convert(
@@ -166,6 +168,8 @@ def _copy(
             new[source] = new[same]
             continue
         node = new[source] = graph.node_copy(source, new.__getitem__)
+        if node.target in STRICT_VIEWS:
+            node.target = torch.ops.aten.reshape.default
         if source.op == "get_attr":
             constants[source.target] = _constant(joint, source)
         node.meta = _meta(source, new, layers)
