@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,8 @@ from autopar.passes.lowering import Memo
 from autopar.passes.options import Choice, OptionSpace, replicated
 from autopar.passes.overlap import Overlap
 from autopar.passes.partition import Assignment, partition
-from autopar.passes.rules.table import RuleTable
+from autopar.passes.recompute import COPY_OF, Recompute
+from autopar.passes.rules.table import RuleTable, rows_of
 from autopar.plan import Plan
 
 DEFAULT_BUCKET_BYTES = 25_000_000  # as DistributedDataParallel's 25 MB: large enough to hide latency
@@ -50,8 +52,12 @@ class Lowering:
     ) -> None:
         self.plan, self.rng = plan, rng
         self._memo: Memo = {}
-        self.prepared: Prepared = prepare(step, table or RuleTable(), split_batch=plan.dp > 1)
-        self.assignment = assignment_of(self.prepared, plan, reduce_dtype)
+        table = table or RuleTable()
+        prepared = prepare(step, table, split_batch=plan.dp > 1)
+        assignment = assignment_of(prepared, plan, reduce_dtype)
+        again = Recompute(mode=plan.recompute, layers=plan.recompute_layers)
+        self.prepared: Prepared = repeated(prepared, again, table)
+        self.assignment = for_copies(assignment, self.prepared.normal)
         bucket = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         passes = (Bucket(max_bytes=bucket), Overlap())
         self.passes = tuple(p for p in passes if type(p).__name__.lower() not in disable_passes)
@@ -88,6 +94,24 @@ def assignment_of(prepared: Prepared, plan: Plan, reduce_dtype: torch.dtype | No
     return Assignment(
         mesh=mesh, choices=choices, storage=storage, gather_once=plan.zero in (1, 2), reduce_dtype=reduce_dtype
     )
+
+
+def repeated(prepared: Prepared, recompute: Recompute, table: RuleTable) -> Prepared:
+    """``prepared`` with parts of its forward repeated in the backward."""
+    normal = recompute(prepared.normal)
+    if normal is prepared.normal:
+        return prepared
+    rows, unknown = rows_of(normal.graph, table)
+    return dataclasses.replace(prepared, normal=normal, rows=rows, unknown=tuple(unknown))
+
+
+def for_copies(assignment: Assignment, normal: StepGraph) -> Assignment:
+    """``assignment`` with every repeated call split as the call it repeats."""
+    choices = dict(assignment.choices)
+    for node in normal.graph.nodes:
+        if COPY_OF in node.meta and node.meta[COPY_OF] in choices:
+            choices[node.name] = choices[node.meta[COPY_OF]]
+    return dataclasses.replace(assignment, choices=choices)
 
 
 def lower(step: StepGraph, plan: Plan, rank: int, *, rng: str = "fast") -> Program:

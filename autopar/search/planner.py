@@ -116,6 +116,13 @@ class Planner:
             notes = [*notes, f"predicted peak of {figures.peak_bytes / 1e9:.2f} GB is over the {budget / 1e9:.2f} GB of a device"]
         return self.plan(candidate, assignment, notes, figures)
 
+    def recompute_layers(self) -> dict[str, str]:
+        """What the constraints say of single layers, for the layers that differ from the rest."""
+        general = self.constraints.recompute or "none"
+        layers = dict.fromkeys(n.meta.get("layer", "") for n in self.step.graph.nodes if n.op == "call_function")
+        found = {layer: self.constraints.layer(layer).recompute or "none" for layer in layers if layer}
+        return {layer: mode for layer, mode in found.items() if mode != general}
+
     def plan(self, candidate: Candidate, assignment: Assignment, notes: list[str], figures: Estimate) -> Plan:
         """The plan that says what ``assignment`` says."""
         prepared = self.prepared(candidate.dp > 1)
@@ -136,7 +143,8 @@ class Planner:
             pp=1,
             zero=candidate.zero,
             sequence_parallel=candidate.sequence_parallel,
-            recompute="none",
+            recompute=self.constraints.recompute or "none",
+            recompute_layers=self.recompute_layers(),
             microbatches=1,
             schedule=None,
             choices=choices,
@@ -158,8 +166,6 @@ def refuse_pipelines(wish: Constraints) -> None:
         raise ConstraintError(f"pp={wish.pp} is not possible in this version; use pp=1 with dp and tp")
     if wish.microbatches not in (None, 1):
         raise ConstraintError(f"microbatches={wish.microbatches} is not possible in this version; use 1")
-    if wish.recompute not in (None, "none"):
-        raise ConstraintError(f'recompute="{wish.recompute}" is not possible in this version; use "none"')
 
 
 def unknown_notes(unknown: tuple[fx.Node, ...]) -> list[str]:
