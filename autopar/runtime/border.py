@@ -1,20 +1,26 @@
-"""Tensors that cross the border of a program: from what callers pass to what it takes, and back."""
+"""Tensors that cross the border of a program: from what callers pass to what it takes, and back.
+
+Each function here is asked once, when a program is bound, and answers with what to do at every call (None: nothing).
+What it answers may communicate: all ranks do it alike, without gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from autopar.cost_models.errors import InputError
 from autopar.passes.base import Mesh, ProgramTensor
-from autopar.passes.placement import REPLICATE, Layout, Shard, local_shape
+from autopar.passes.placement import REPLICATE, Layout, Shard, chunk, local_shape, local_view
 from autopar.runtime.groups import Groups
-from autopar.runtime.layout import dtensor_placements, dtensor_spec, is_replicated, local_part
-from autopar.torch_private import dtensor
+from autopar.runtime.layout import dtensor_placements, dtensor_spec, is_replicated, is_storable, local_part, storable
+from autopar.torch_private import DTensorSpec, dtensor
 
-Reader = Callable[[torch.Tensor], torch.Tensor]
+Relayout = Callable[[torch.Tensor], torch.Tensor]
 
 
 def same_layout(one: Layout, other: Layout, mesh: Mesh) -> bool:
@@ -29,67 +35,93 @@ def batch_layout(shape: Sequence[int], mesh: Mesh) -> Layout:
     return tuple(Shard(0, 1, units) if axis == "dp" else REPLICATE for axis in mesh.axes)
 
 
-def reader(have: Layout, want: ProgramTensor, groups: Groups | None, rank: int) -> Reader | None:
-    """How to get a program's input from a plain tensor that lies as ``have`` says; None where it is the same.
-
-    It is called without gradients, by every rank alike: it may communicate.
-    """
+def relayout(have: Layout, want: ProgramTensor, groups: Groups | None, rank: int) -> Relayout | None:
+    """From a rank's part under one layout to its part under another, as plain tensors."""
     if groups is None or same_layout(have, want.layout, groups.mesh):
         return None
-    mesh, layout = groups.mesh, want.layout
+    mesh, shape, layout = groups.mesh, want.shape, want.layout
     if is_replicated(have):
         return lambda tensor: local_part(tensor, layout, mesh, rank).contiguous()
-    source = dtensor_spec(have, want.shape, want.dtype, mesh, groups.device_mesh)
-    placements = dtensor_placements(layout, want.shape, mesh)
+    if not (is_storable(have, shape, mesh) and is_storable(layout, shape, mesh)):
+        return lambda tensor: local_part(gathered(tensor, have, shape, groups, rank), layout, mesh, rank).contiguous()
+    source = dtensor_spec(have, shape, want.dtype, mesh, groups.device_mesh)
+    placements = dtensor_placements(layout, shape, mesh)
     return lambda tensor: _redistributed(dtensor(tensor.contiguous(), source), placements)
 
 
-def dtensor_reader(want: ProgramTensor, groups: Groups | None, rank: int) -> Reader:
-    """How to get a program's input from a DTensor of any layout, on this mesh or another one of the same ranks."""
+def gathered(part: torch.Tensor, layout: Layout, shape: tuple[int, ...], groups: Groups, rank: int) -> torch.Tensor:
+    """The whole tensor of which every rank holds a part, for layouts that DTensor does not know.
+
+    Raises:
+        InputError: a placement is a partial sum, which is no part.
+    """
+    mesh, here = groups.mesh, list(layout)
+    coords = mesh.coords(rank)
+    for axis, placement in enumerate(layout):
+        if placement == REPLICATE:
+            continue
+        if not isinstance(placement, Shard):
+            raise InputError(f"a tensor laid out as {layout} cannot be gathered: {placement} is not a part of it")
+        dim, blocks, units, rest = local_view(shape, tuple(here), axis, mesh.sizes, coords)
+        ranks = mesh.sizes[axis]
+        longest = chunk(units, ranks, 0)[1]
+        mine = part.movedim(dim, 0).reshape(blocks, -1, rest, *part.movedim(dim, 0).shape[1:]).movedim(1, 0)
+        padded = mine.new_zeros(longest, *mine.shape[1:])
+        padded[: mine.shape[0]] = mine
+        pieces = [torch.empty_like(padded) for _ in range(ranks)]
+        dist.all_gather(pieces, padded, group=groups.group(mesh.axes[axis]))
+        kept = [piece[: chunk(units, ranks, index)[1]] for index, piece in enumerate(pieces)]
+        part = torch.cat(kept).movedim(0, 1).flatten(0, 2).movedim(0, dim)
+        here[axis] = REPLICATE
+    return part.contiguous()
+
+
+def dtensor_reader(want: ProgramTensor, groups: Groups | None, rank: int) -> Relayout:
+    """From a DTensor of any layout, on this mesh or another one of the same ranks, to a program's input."""
     if groups is None:
         return lambda tensor: _as_dtensor(tensor).full_tensor()
     mesh, device_mesh = groups.mesh, groups.device_mesh
-    placements = dtensor_placements(want.layout, want.shape, mesh)
+    known = is_storable(want.layout, want.shape, mesh)
+    placements = dtensor_placements(want.layout, want.shape, mesh) if known else ()
 
     def read(tensor: torch.Tensor) -> torch.Tensor:
         here = _as_dtensor(tensor)
-        if here.device_mesh != device_mesh:
+        if not known or here.device_mesh != device_mesh:
             return local_part(here.full_tensor(), want.layout, mesh, rank).contiguous()
         return here.to_local() if tuple(here.placements) == placements else _redistributed(here, placements)
 
     return read
 
 
-def writer(
-    have: ProgramTensor, want: Layout | Sequence[TorchPlacement], groups: Groups | None, *, plain: bool
-) -> Reader | None:
-    """How to give out a tensor that a program made: in another layout, as a DTensor or as a plain tensor.
+def dtensor_writer(made: ProgramTensor, groups: Groups | None, rank: int) -> Relayout | None:
+    """From a program's output to the DTensor that callers get."""
+    if groups is None:
+        return None
+    layout = storable(made.layout, made.shape, groups.mesh)
+    spec = dtensor_spec(layout, made.shape, made.dtype, groups.mesh, groups.device_mesh)
+    move = relayout(made.layout, ProgramTensor(layout=layout, shape=made.shape, dtype=made.dtype), groups, rank)
+    if move is None:
+        return lambda tensor: dtensor(tensor, spec)
+    return lambda tensor: dtensor(move(tensor), spec)
 
-    Args:
-        have: how the program returns it.
-        want: layout (or DTensor placements) to give it out in.
-        groups: the mesh; None alone.
-        plain: give out this rank's part as a plain tensor instead of a DTensor.
 
-    Returns:
-        None where it is given out as it is.
+def like_dtensor(made: ProgramTensor, spec: DTensorSpec, groups: Groups | None) -> Relayout | None:
+    """From a program's output to the local part of a DTensor that lies as ``spec`` says.
+
+    Raises:
+        InputError: that DTensor is on another mesh.
     """
     if groups is None:
         return None
-    mesh = groups.mesh
-    placements = _placements(want, have, mesh)
-    source = dtensor_spec(have.layout, have.shape, have.dtype, mesh, groups.device_mesh)
-    if source.placements == placements:
-        return None if plain else lambda tensor: dtensor(tensor, source)
-    if plain:
-        return lambda tensor: _redistributed(dtensor(tensor, source), placements)
-    return lambda tensor: dtensor(tensor, source).redistribute(placements=placements)
-
-
-def _placements(want: Layout | Sequence[TorchPlacement], have: ProgramTensor, mesh: Mesh) -> tuple[TorchPlacement, ...]:
-    if any(isinstance(placement, TorchPlacement) for placement in want):
-        return tuple(want)  # type: ignore[arg-type]
-    return dtensor_placements(tuple(want), have.shape, mesh)  # type: ignore[arg-type]
+    if spec.mesh != groups.device_mesh:
+        raise InputError(
+            f"an input that requires a gradient is a DTensor on {spec.mesh}; put it on the module's own mesh "
+            f"{groups.device_mesh} (a parameter's .device_mesh), or pass a plain tensor"
+        )
+    source = dtensor_spec(made.layout, made.shape, made.dtype, groups.mesh, groups.device_mesh)
+    if source.placements == spec.placements:
+        return None
+    return lambda tensor: _redistributed(dtensor(tensor, source), spec.placements)
 
 
 def _redistributed(tensor: DTensor, placements: Sequence[TorchPlacement]) -> torch.Tensor:
@@ -98,12 +130,12 @@ def _redistributed(tensor: DTensor, placements: Sequence[TorchPlacement]) -> tor
 
 def _as_dtensor(tensor: torch.Tensor) -> DTensor:
     if not isinstance(tensor, DTensor):
-        raise TypeError(f"a {type(tensor).__name__} is not a DTensor")
+        raise InputError(f"the program was made for a DTensor and was given a {type(tensor).__name__}")
     return tensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor.  Called without gradients."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

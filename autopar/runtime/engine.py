@@ -27,6 +27,7 @@ from autopar.runtime.calls import Leaves, on_device, read_call
 from autopar.runtime.groups import Groups, groups_for
 from autopar.runtime.hooks import open_hooks
 from autopar.runtime.joint import JointRunner
+from autopar.runtime.layout import storable
 from autopar.runtime.outer import OuterRunner
 from autopar.runtime.outputs import LeafLayouts
 from autopar.runtime.runner import Compiled, Home, Runner
@@ -188,10 +189,11 @@ class Engine:
         key = self._key(on_device(signature, self.world.device))
         compiled, layouts = self._compiled(arrival)
         self.plan = compiled.plan
-        self.groups = groups_for(self.world, compiled.program.mesh)
+        program = compiled.program
+        self.groups = groups_for(self.world, program.mesh)
         stored = {
-            spec.name: tensor.layout
-            for spec, tensor in zip(compiled.program.inputs, compiled.program.input_tensors, strict=True)
+            spec.name: storable(tensor.layout, tensor.shape, program.mesh)
+            for spec, tensor in zip(program.inputs, program.input_tensors, strict=True)
         }
         pairs = self.state.place(self.world, self.groups, stored.__getitem__)
         self._read_slots()

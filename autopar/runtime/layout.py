@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.cost_models.errors import PlanError
 from autopar.passes.base import Mesh
-from autopar.passes.placement import Layout, Partial, Replicate, Shard, chunk, shards_of_dim
+from autopar.passes.placement import REPLICATE, Layout, Partial, Replicate, Shard, chunk, shards_of_dim
 from autopar.torch_private import DTensorSpec, StridedShard, TensorMeta
 
 
@@ -61,6 +61,45 @@ def _placement(layout: Layout, shape: tuple[int, ...], mesh: Mesh, axis: int) ->
         f"{mesh.axes[axis]}={ranks}: DTensor splits unevenly only where no other axis splits the dim and every part "
         "but the last has the same size; keep it replicated on that axis, or use a number of ranks that divides it"
     )
+
+
+def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether a DTensor can lie like that and be put together again.
+
+    Where several axes split one dim, DTensor (torch 2.13, 2.14) finds their order only if their atoms fill the dim from
+    outside without a gap; a packed dim ([Q|K|V]) that two axes split is put together wrongly.
+    """
+    for dim in range(len(shape)):
+        shards = [shard for axis, shard in shards_of_dim(layout, dim) if mesh.sizes[axis] > 1]
+        end = 1
+        for shard in shards:
+            if len(shards) > 1 and shard.blocks != end:
+                return False
+            end = shard.blocks * shard.units
+    try:
+        dtensor_placements(layout, shape, mesh)
+    except PlanError:
+        return False
+    return True
+
+
+def storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> Layout:
+    """The layout itself where DTensor can hold it, else one that splits as much: the outermost axes move first.
+
+    An axis that cannot go on splitting its dim splits the largest other dim that it divides, or replicates.
+    """
+    if is_storable(layout, shape, mesh):
+        return layout
+    for axis, placement in enumerate(layout):
+        if not isinstance(placement, Shard):
+            continue
+        for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+            if shape[dim] and shape[dim] % mesh.sizes[axis] == 0 and not shards_of_dim(layout, dim):
+                moved = (*layout[:axis], Shard(dim, 1, mesh.sizes[axis]), *layout[axis + 1 :])
+                if is_storable(moved, shape, mesh):
+                    return moved
+    axis = next(i for i, placement in enumerate(layout) if isinstance(placement, Shard))
+    return storable((*layout[:axis], REPLICATE, *layout[axis + 1 :]), shape, mesh)
 
 
 def _cuts_like_torch_chunk(shard: Shard, size: int, ranks: int) -> bool:

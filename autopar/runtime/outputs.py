@@ -11,7 +11,7 @@ import torch
 from autopar.cost_models.errors import PartitionError
 from autopar.passes.base import OutputKind, Program, ProgramTensor, StepGraph
 from autopar.passes.placement import REPLICATE, Layout
-from autopar.runtime.border import Reader, local_of, writer
+from autopar.runtime.border import Relayout, dtensor_writer, like_dtensor, local_of, relayout
 from autopar.runtime.groups import Groups
 from autopar.runtime.layout import is_replicated
 from autopar.runtime.state import ModelState, Stored
@@ -36,7 +36,7 @@ class Trained:
     stored: Stored | None
     leaf: int
     position: int
-    convert: Reader | None
+    convert: Relayout | None
     spec: DTensorSpec | None
 
 
@@ -61,8 +61,8 @@ class Outputs:
         self._single = step.result_spec.is_leaf()
         self._template = [step.result_constants.get(i) for i in range(step.result_spec.num_leaves)]
         self.loss = -1
-        self.results: list[tuple[int, int, Reader | None]] = []
-        self.mutations: list[tuple[int, tuple[dict[str, Any], str], Reader | None]] = []
+        self.results: list[tuple[int, int, Relayout | None]] = []
+        self.mutations: list[tuple[int, tuple[dict[str, Any], str], Relayout | None]] = []
         positions = {}
         for position, (spec, made) in enumerate(zip(program.outputs, program.output_tensors, strict=True)):
             if spec.kind is OutputKind.LOSS:
@@ -72,34 +72,37 @@ class Outputs:
                 self.results.append((position, spec.leaf, self._result_writer(made)))
             elif spec.kind is OutputKind.MUTATION:
                 stored = state[spec.name]
-                convert = None if made is None else writer(made, stored.layout, groups, plain=True)
+                convert = None if made is None else self._to_layout(made, stored.layout)
                 self.mutations.append((position, stored.slots[0], convert))
             else:
                 positions[spec.name] = position if made is not None else -1
         trained = [spec for spec in program.inputs if spec.trainable]
         self.trained = [self._trained(spec.name, spec.leaf, positions, state) for spec in trained]
 
-    def _result_writer(self, made: ProgramTensor | None) -> Reader | None:
+    def _result_writer(self, made: ProgramTensor | None) -> Relayout | None:
         if made is None or self._groups is None:
             return None
         if not made.shape:
             if not is_replicated(made.layout):
                 raise PartitionError(f"a scalar result is laid out as {made.layout}; every rank must hold its value")
             return None
-        return writer(made, made.layout, self._groups, plain=False)
+        return dtensor_writer(made, self._groups, self._program.rank)
+
+    def _to_layout(self, made: ProgramTensor, layout: Layout) -> Relayout | None:
+        want = ProgramTensor(layout=layout, shape=made.shape, dtype=made.dtype)
+        return relayout(made.layout, want, self._groups, self._program.rank)
 
     def _trained(self, name: str, leaf: int, positions: Mapping[str, int], state: ModelState) -> Trained:
         position = positions.get(name, -1)
         made = self._program.output_tensors[position] if position >= 0 else None
         stored = state[name] if leaf < 0 else None
-        if stored is not None:
-            home: Layout | DTensorSpec = stored.layout
-            spec = stored.spec
-        else:
-            home = self._layouts.get(leaf, (REPLICATE,) * len(self._program.mesh.axes))
-            spec = home if isinstance(home, DTensorSpec) else None
-        want = home.placements if isinstance(home, DTensorSpec) else home
-        convert = None if made is None else writer(made, want, self._groups, plain=True)
+        whole = (REPLICATE,) * len(self._program.mesh.axes)
+        home = stored.layout if stored is not None else self._layouts.get(leaf, whole)
+        if isinstance(home, DTensorSpec):
+            convert = None if made is None else like_dtensor(made, home, self._groups)
+            return Trained(stored=None, leaf=leaf, position=position, convert=convert, spec=home)
+        convert = None if made is None else self._to_layout(made, home)
+        spec = None if stored is None else stored.spec
         return Trained(stored=stored, leaf=leaf, position=position, convert=convert, spec=spec)
 
     def differentiable(self, leaves: Sequence[Any]) -> list[torch.Tensor]:

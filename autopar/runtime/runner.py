@@ -15,7 +15,7 @@ from autopar.passes.base import InputKind, InputSpec, Program, ProgramTensor, St
 from autopar.passes.placement import REPLICATE
 from autopar.plan import Plan
 from autopar.runtime.bind import bind, input_order
-from autopar.runtime.border import Reader, dtensor_reader, local_of, reader
+from autopar.runtime.border import Relayout, dtensor_reader, local_of, relayout
 from autopar.runtime.groups import Groups
 from autopar.runtime.outputs import LeafLayouts, Outputs
 from autopar.runtime.seed import GradientSeed
@@ -124,21 +124,21 @@ def _real_name(groups: Groups | None) -> Callable[[str], str]:
     return alone
 
 
-def _held_readers(held: Sequence[tuple[InputSpec, ProgramTensor]], home: Home) -> list[tuple[int, Reader]]:
+def _held_readers(held: Sequence[tuple[InputSpec, ProgramTensor]], home: Home) -> list[tuple[int, Relayout]]:
     """For the parameters and buffers that a program wants in another layout than they are stored in: how to get it."""
     found = []
     for position, (spec, tensor) in enumerate(held):
-        read = reader(home.state[spec.name].layout, tensor, home.groups, home.world.rank)
+        read = relayout(home.state[spec.name].layout, tensor, home.groups, home.world.rank)
         if read is not None:
             found.append((position, read))
     return found
 
 
-def _batch_reader(spec: InputSpec, tensor: ProgramTensor, home: Home, layouts: LeafLayouts) -> Reader | None:
+def _batch_reader(spec: InputSpec, tensor: ProgramTensor, home: Home, layouts: LeafLayouts) -> Relayout | None:
     have = layouts.get(spec.leaf, (REPLICATE,) * len(tensor.layout))
     if isinstance(have, DTensorSpec):
         return dtensor_reader(tensor, home.groups, home.world.rank)
-    return reader(have, tensor, home.groups, home.world.rank)
+    return relayout(have, tensor, home.groups, home.world.rank)
 
 
 def as_callable(bound: fx.GraphModule, backend: str) -> Callable[..., Sequence[Any]]:
