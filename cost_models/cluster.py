@@ -33,6 +33,7 @@ class Device:
         memory_bytes: capacity.
         memory_bytes_per_s: peak bandwidth of the device memory.
         matmul_efficiency: share of the peak that the best large matmul sustains.
+        dtype_efficiency: the same for formats that differ (``fp8``, ``fp4``).
         memory_efficiency: share of the memory bandwidth that a large copy sustains.
         compute_units: processors (SMs) that tiles of a matmul are dealt out to.
         kernel_s: least time a kernel occupies the device.
@@ -47,6 +48,7 @@ class Device:
     memory_bytes: float
     memory_bytes_per_s: float
     matmul_efficiency: float = 0.85
+    dtype_efficiency: Mapping[str, float] = field(default_factory=dict)
     memory_efficiency: float = 0.85
     compute_units: int = 108
     kernel_s: float = 3e-6
@@ -59,6 +61,7 @@ class Device:
         if not self.peak_flops:
             raise ClusterError(f"device {self.name!r} states no peak; give peak_flops at least for 'fp32'")
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
+        object.__setattr__(self, "dtype_efficiency", MappingProxyType(dict(self.dtype_efficiency)))
         object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
 
     def peak(self, dtype: str) -> float:
@@ -73,6 +76,10 @@ class Device:
         raise ClusterError(f"device {self.name!r} has no peak for {dtype!r}; it states {sorted(self.peak_flops)}")
 
 
+    def matmul_flops(self, dtype: str) -> float:
+        """What the best large matmul in ``dtype`` sustains, in operations per second."""
+        return self.peak(dtype) * self.dtype_efficiency.get(dtype, self.matmul_efficiency)
+
     def attention_share(self, kernel: str, *, backward: bool) -> float:
         """Share of the peak that fused attention sustains; where no figure is known, a share of the matmul's.
 
@@ -84,6 +91,7 @@ class Device:
 
 
 _WIDER: Mapping[str, tuple[str, ...]] = {
+    "fp4": ("fp8", "bf16", "fp16", "tf32", "fp32"),
     "fp8": ("bf16", "fp16", "tf32", "fp32"),
     "bf16": ("fp16", "tf32", "fp32"),
     "fp16": ("bf16", "tf32", "fp32"),

@@ -19,7 +19,7 @@ from autopar.cost_models.cluster import Device
 from autopar.cost_models.errors import ClusterError
 
 Floats = NDArray[np.float64]
-ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
+ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 1, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 
 ATTENTION = ("flash1", "flash", "cudnn", "unfused")
 
@@ -200,7 +200,7 @@ class KernelModel:
         """Waves of tiles over the processors; the best tile, with the inner dimension cut in 1, 2, 4 or 8 parts."""
         dims = np.array([(s[0][0], s[0][1], s[1][2], s[0][2]) for s in (op.shapes for op in ops)], dtype=np.float64)
         batch, m, n, k = dims.T
-        peak = np.array([self.device.peak(op.dtype) for op in ops]) * self.device.matmul_efficiency * self.compute_scale
+        peak = np.array([self.device.matmul_flops(op.dtype) for op in ops]) * self.compute_scale
         per_unit = peak / self.device.compute_units
         best = np.full(len(ops), np.inf)
         for rows, columns, share in self.tiles:
@@ -215,11 +215,9 @@ class KernelModel:
 
     def _attention_seconds(self, op: Op) -> float:
         """A fused attention kernel: its measured share of the peak, over waves of 128 queries a head."""
-        (b, heads, queries, d), _ = op.shapes
+        (b, heads, queries, _), _ = op.shapes
         backward = op.kind is OpKind.ATTENTION_BACKWARD
         share = self.device.attention_share(self.attention, backward=backward)
-        # Half the tensor-core work per exponential: short heads run slower.
-        share *= min(1.0, (d / 128) ** 0.25)
         blocks = b * heads * math.ceil(queries / 128)
         units = self.device.compute_units
         spread = math.ceil(blocks / units) * units / blocks

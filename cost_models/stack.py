@@ -23,14 +23,15 @@ class StackProfile:
         fused: whether element-wise chains run as one kernel.
         dispatch_s: host time per kernel launch; what a small model waits for.
         step_overhead_s: host time per step: logging, loss scale, gradient norm, data.
-        dp_overlap: share of the gradient reduction that the last backward (and of the parameter gathering that the
-            first forward) may hide.
+        dp_overlap: share of the last backward behind which gradients are reduced.
+        gather_overlap: share of the first forward behind which ZeRO-1 and 2 gather parameters.
         tp_overlap: share of tensor-parallel communication hidden behind its matmuls.
         fsdp_overlap: whether parameters are gathered, and gradients scattered, while other layers compute.
         send_overlap: whether pipeline sends run beside computation.
         linear_dtype: format of the matmuls by weights, when not the activations' (``fp8``).
         gradient_bytes: per element that is reduced: 2 or 4.
         optimizer_bytes: memory traffic of the optimizer per parameter it owns.
+        jitter: by how much each doubling of the number of nodes lengthens the step: the slowest is waited for.
         slowdown: by how much communication lengthens computation beside it.
         recompute_whole: whether recompute runs a layer's forward to its end (reentrant checkpoints) or only as far as
             the backward needs.
@@ -46,12 +47,14 @@ class StackProfile:
     dispatch_s: float = 0.0
     step_overhead_s: float = 0.0
     dp_overlap: float = 0.0
+    gather_overlap: float = 0.0
     tp_overlap: float = 0.0
     fsdp_overlap: bool = True
     send_overlap: bool = True
     linear_dtype: str = ""
     gradient_bytes: int = 2
     optimizer_bytes: float = 34.0
+    jitter: float = 0.008
     slowdown: float = 0.1
     recompute_whole: bool = False
     shard_ranks: int = 0

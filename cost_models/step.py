@@ -131,7 +131,9 @@ class StepModel:
         loads = [sum(layer.num_parameters * n for stage in rank for layer, n in stage) for rank in ranks]
         first = max(range(plan.pp), key=lambda r: loads[r])
         tails = self._data_parallel(loads[first], plan, costs[first :: plan.pp], times, ranks[first])
-        total = pipeline_s + sum(tails.values()) + self.stack.step_overhead_s
+        nodes = math.prod(plan.sizes.values()) / self.cluster.levels[0].fanout
+        jitter = 1 + self.stack.jitter * math.log2(max(1.0, nodes))
+        total = (pipeline_s + sum(tails.values())) * jitter + self.stack.step_overhead_s
         busy = max(sum((c.forward_s + c.backward_s) for c in costs[r :: plan.pp]) for r in range(plan.pp))
         parts = {"pipeline": pipeline_s, "busy": busy * plan.num_microbatches, "send": send_s, **tails}
         return StepCost(step_s=total * self.stack.gain, parts=parts)
@@ -224,7 +226,7 @@ class StepModel:
                 reduce_s = float(self.collectives.seconds(Collective.ALL_REDUCE, gradient_bytes, span))
             gather_s = float(self.collectives.seconds(Collective.ALL_GATHER, num_parameters * 2, shard_group))
         parts["gradients"] = _left(reduce_s, window_s, stack.slowdown)
-        parts["parameters"] = _left(gather_s, sum(c.forward_s for c in costs) * stack.dp_overlap, stack.slowdown)
+        parts["parameters"] = _left(gather_s, sum(c.forward_s for c in costs) * stack.gather_overlap, stack.slowdown)
         return parts
 
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.cost_models.collectives import Collective, Transfer
 from autopar.cost_models.compute import Op, OpKind, matmul
+from autopar.cost_models.memory import Buffer
 from autopar.passes.base import Phase
 
 Shape = tuple[int, ...]
@@ -448,3 +449,85 @@ def _final_users(node: fx.Node) -> Iterator[fx.Node]:
             yield from _final_users(user)
         else:
             yield user
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose storage ``node`` looks at: itself, or what it is a view of."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value shares the storage of its first input."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    return op_name(node) in _FREE and not op_name(node).startswith(("empty", "new_empty"))
+
+
+def saved(graph: fx.Graph, *, fused: bool = False) -> dict[fx.Node, int]:
+    """Forward values that the backward reads, with their bytes; inputs of the graph are not among them.
+
+    Args:
+        graph: joint forward and backward.
+        fused: leave out element-wise results that only element-wise backwards read and that other kept values
+            determine: a fused backward kernel computes them again.
+    """
+    kept: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if _phase(node) is not Phase.BACKWARD or node.op in ("placeholder", "output"):
+            continue
+        for source in node.all_input_nodes:
+            base = base_of(source)
+            if _phase(base) is Phase.FORWARD and base.op != "placeholder":
+                kept[base] = sum(tensor_bytes(t) for t in tensors(base.meta.get("val")))
+    return {n: size for n, size in kept.items() if not (fused and _recomputable(n, kept))}
+
+
+def _recomputable(node: fx.Node, kept: Mapping[fx.Node, int]) -> bool:
+    users = [u for u in _final_users(node) if _phase(u) is Phase.BACKWARD and u.op != "output"]
+    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    known = all(s in kept or s.op == "placeholder" for s in (base_of(a) for a in node.all_input_nodes))
+    return pointwise and known and all(is_fusable(u) for u in users)
+
+
+def buffers(graph: fx.Graph, *, input_kinds: Mapping[str, str] | None = None) -> list[Buffer]:
+    """Every storage of a program with its life, in the order of the nodes.
+
+    Args:
+        graph: flat graph; inputs live throughout, outputs until the end.
+        input_kinds: placeholder name to kind (``parameter``, ``input``...); ``input`` where absent.
+
+    Returns:
+        One buffer a storage.
+    """
+    order = list(graph.nodes)
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(order):
+        for source in node.all_input_nodes:
+            last[base_of(source)] = i
+    end = len(order)
+    kinds = input_kinds or {}
+    out = []
+    for i, node in enumerate(order):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or is_view(node) or node.op == "output":
+            continue  # The items of an op with several results are storages of their own.
+        is_input = node.op == "placeholder"
+        dies = end if is_input else last.get(node, i)
+        crosses = dies < end and _phase(order[dies]) is not _phase(node)
+        kind = kinds.get(node.name, "input") if is_input else "activation" if crosses else "temporary"
+        out.append(
+            Buffer(
+                name=node.name,
+                bytes=float(tensor_bytes(value)),
+                born=0 if is_input else i,
+                dies=dies,
+                layer=str(node.meta.get("layer", "")),
+                kind=kind,
+            )
+        )
+    return out
+

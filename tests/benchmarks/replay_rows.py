@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.collectives import Collective, Transfer
+from autopar.cost_models.memory import LayerMemory
 from autopar.cost_models.stack import StackProfile
 from autopar.cost_models.step import LayerCost, UniformPlan
 from replay_templates import BlockShape, HeadShape, gather_keys, priced, split_sequence
+
+
+T = TypeVar("T")
 
 
 class SkippedRowError(Exception):
@@ -90,6 +96,10 @@ def parse(row: Mapping[str, str]) -> Run:
     if not row["microbatch"]:
         assumed.append("microbatch=1")
     recompute = row["recompute"]
+    if row["mfu_pct"] and row["hfu_pct"] and row["zero_stage"] == "3":
+        # Executed over useful flops says how much of the forward ran twice.
+        again = 3 * (float(row["hfu_pct"]) / float(row["mfu_pct"]) - 1)
+        recompute = "full" if again > 0.7 else recompute if again > 0.05 else "none"
     if not recompute:
         assumed.append("recompute=none")
     virtual = row["virtual_stages"]
@@ -165,8 +175,6 @@ def profile_of(gpu: str) -> str:
 
 def cluster_of(run: Run) -> Cluster:
     """The profile of the row's device, with the network that the row states."""
-    import dataclasses
-
     size = 72 if run.gpu.startswith(("GB200", "GB300")) and "NVL72" in (run.internode or "NVL72") else run.node_size
     size = min(size, run.num_devices)
     while run.num_devices % size:
@@ -188,27 +196,76 @@ def network_gbit_per_device(text: str, node_size: int) -> float | None:
     return total if "per GPU" in text else total / node_size
 
 
-def layer_costs(run: Run, stack: StackProfile) -> tuple[LayerCost, LayerCost, LayerCost]:
-    """Embedding, block and head as one rank runs them on one micro-batch."""
-    dtype = "fp16" if "fp16" in run.precision and "amp" not in run.precision or not run.precision else "bf16"
-    tp, cp = run.tp, run.cp
-    sequence = run.sequence // cp
-    rms, rope = run.family in ("llama",) or run.gated, run.family in ("llama", "nemotron", "neox")
-    shape = BlockShape(
+def block_shape(run: Run, stack: StackProfile) -> BlockShape:
+    """What one rank holds of a block."""
+    return BlockShape(
         batch=run.microbatch,
-        sequence=sequence,
+        sequence=run.sequence // run.cp,
         hidden=run.hidden,
-        heads=max(1, run.heads // tp),
-        kv_heads=max(1, run.kv_heads // tp),
+        heads=max(1, run.heads // run.tp),
+        kv_heads=max(1, run.kv_heads // run.tp),
         head_dim=run.hidden // run.heads,
-        ffn=run.ffn // tp,
+        ffn=run.ffn // run.tp,
         gated=run.gated,
-        rms=rms,
-        rope=rope,
+        rms=run.family == "llama" or run.gated,
+        rope=run.family in ("llama", "nemotron", "neox"),
         bias=run.family in ("gpt", "gpt3", "neox"),
         dropout=stack.attention_dropout,
-        dtype=dtype,
+        dtype="fp16" if not run.precision or run.precision == "fp16" else "bf16",
     )
+
+
+def head_shape(run: Run, stack: StackProfile) -> HeadShape:
+    """What one rank holds of the head; the vocabulary is padded to whole tiles a rank."""
+    block = block_shape(run, stack)
+    return HeadShape(
+        batch=run.microbatch,
+        sequence=block.sequence,
+        hidden=run.hidden,
+        vocab=math.ceil(run.vocab / (128 * run.tp)) * 128,
+        rms=block.rms,
+        dtype=block.dtype,
+    )
+
+
+def layer_memory(run: Run, stack: StackProfile) -> tuple[LayerMemory, LayerMemory, LayerMemory]:
+    """Embedding, block and head in bytes a micro-batch."""
+    shape, head = block_shape(run, stack), head_shape(run, stack)
+    block_ops, head_ops = priced(shape, fused=stack.fused), priced(head, fused=stack.fused)
+    ranks = run.tp if run.sequence_parallel else 1
+    stream = 2.0 * shape.batch * shape.sequence * shape.hidden
+    scores = shape.batch * shape.heads * shape.sequence * shape.sequence * run.cp
+    attention = scores * (5 if stack.attention_dropout else 2) if stack.attention == "unfused" else 0.0
+    block = LayerMemory(
+        name="block",
+        num_parameters=block_ops.num_parameters,
+        saved_bytes=block_ops.saved_bytes(ranks) + stream / ranks + attention,
+        attention_bytes=attention,
+        input_bytes=stream / ranks,
+        passing_bytes=block_ops.passing_bytes + (2 * 2.0 * scores if attention else 0.0),
+    )
+    logits = shape.batch * shape.sequence * head.vocab
+    table = head.vocab * run.hidden
+    head_memory = LayerMemory(
+        name="head",
+        num_parameters=head_ops.num_parameters,
+        # A fused loss turns the fp32 logits into their gradient in place, beside the half-precision ones.
+        saved_bytes=stream / ranks * 2,
+        passing_bytes=6.0 * logits if stack.fused else head_ops.passing_bytes + head_ops.saved_bytes(1),
+    )
+    embedding = LayerMemory(
+        name="embedding",
+        num_parameters=table,
+        saved_bytes=stream / ranks / 2 if stack.attention_dropout else 0.0,
+    )
+    return embedding, block, head_memory
+
+
+def layer_costs(run: Run, stack: StackProfile) -> tuple[LayerCost, LayerCost, LayerCost]:
+    """Embedding, block and head as one rank runs them on one micro-batch."""
+    tp, cp = run.tp, run.cp
+    shape, head_shapes = block_shape(run, stack), head_shape(run, stack)
+    sequence = shape.sequence
     ranks = tp if run.sequence_parallel else 1
     ops = priced(shape, fused=stack.fused).map(lambda ops: split_sequence(gather_keys(ops, cp), ranks))
     activation = 2.0 * run.microbatch * sequence * run.hidden
@@ -216,8 +273,6 @@ def layer_costs(run: Run, stack: StackProfile) -> tuple[LayerCost, LayerCost, La
     tensor = _tensor_parallel(activation, tp, split=run.sequence_parallel)
     keys = (Transfer(collective=Collective.ALL_GATHER, group="cp", bytes=kv),) if cp > 1 else ()
     keys_back = (*keys, Transfer(collective=Collective.REDUCE_SCATTER, group="cp", bytes=kv)) if cp > 1 else ()
-    per_block = run.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    per_block += run.hidden * shape.ffn * (3 if run.gated else 2)
     block = LayerCost(
         name="block",
         forward=ops.forward,
@@ -226,13 +281,10 @@ def layer_costs(run: Run, stack: StackProfile) -> tuple[LayerCost, LayerCost, La
         again_transfers=tensor + keys if stack.recompute_whole else tensor[: len(tensor) - 1] + keys,
         forward_transfers=tensor + keys,
         backward_transfers=tensor + keys_back,
-        num_parameters=per_block,
+        num_parameters=ops.num_parameters,
     )
-    vocab = math.ceil(run.vocab / (128 * tp)) * 128
-    head_shape = HeadShape(
-        batch=run.microbatch, sequence=sequence, hidden=run.hidden, vocab=vocab, rms=rms, dtype=dtype
-    )
-    head_ops = priced(head_shape, fused=stack.fused)
+    head_ops = priced(head_shapes, fused=stack.fused)
+    table = head_shapes.vocab * run.hidden
     one = tensor[:1]
     head = LayerCost(
         name="head",
@@ -240,10 +292,10 @@ def layer_costs(run: Run, stack: StackProfile) -> tuple[LayerCost, LayerCost, La
         backward=head_ops.backward,
         forward_transfers=one if run.sequence_parallel else (),
         backward_transfers=one,
-        num_parameters=vocab * run.hidden,
+        num_parameters=table,
     )
     embedding = LayerCost(
-        name="embedding", forward=(), backward=(), forward_transfers=one, num_parameters=vocab * run.hidden
+        name="embedding", forward=(), backward=(), forward_transfers=one, num_parameters=table
     )
     return embedding, block, head
 
@@ -257,8 +309,21 @@ def _tensor_parallel(activation_bytes: float, tp: int, *, split: bool) -> tuple[
 
 
 def stages_of(run: Run, stack: StackProfile) -> list[list[tuple[LayerCost, int]]]:
-    """The layers of every stage; a remainder goes to the stages without embedding and head."""
-    embedding, block, head = layer_costs(run, stack)
+    """The layers of every stage."""
+    return spread(run, layer_costs(run, stack))
+
+
+def memory_stages_of(run: Run, stack: StackProfile) -> list[list[tuple[LayerMemory, int]]]:
+    """The same in bytes.  With one stage a tied table is held once."""
+    embedding, block, head = layer_memory(run, stack)
+    if run.tied and run.pp == 1:
+        head = dataclasses.replace(head, num_parameters=head.num_parameters - embedding.num_parameters)
+    return spread(run, (embedding, block, head))
+
+
+def spread(run: Run, layers: tuple[T, T, T]) -> list[list[tuple[T, int]]]:
+    """(layer, how often) of every stage; a remainder goes to the stages without embedding and head."""
+    embedding, block, head = layers
     count = run.pp * run.chunks
     per, extra = divmod(run.layers, count)
     numbers = [per] * count

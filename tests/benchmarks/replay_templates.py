@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.cost_models.compute import Op, OpKind
-from autopar.passes.base import Phase, StepGraph
-from autopar.passes.pricing import price_graph, recomputed
+from autopar.cost_models.memory import peak
+from autopar.passes.base import InputKind, Phase, StepGraph
+from autopar.passes.pricing import buffers, price_graph, recomputed, saved
 
+# Layers outside the tensor-parallel regions, which sequence parallelism splits.
+OUTSIDE = frozenset({"norm1", "norm2", "residual1", "residual2", "norm"})
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -148,15 +151,31 @@ def head_graph(shape: HeadShape) -> StepGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOps:
-    """Ops of a block or head: forward, backward, and what of the forward a recomputing backward runs again."""
+    """A captured block or head in numbers.
+
+    Attributes:
+        forward, backward: ops.
+        again: what of the forward a recomputing backward runs again.
+        saved: (layer, bytes) of the values kept for the backward.
+        passing_bytes: the most that is alive beside them and the parameters.
+        num_parameters: of this rank.
+    """
 
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
     again: tuple[Op, ...]
+    saved: tuple[tuple[str, int], ...]
+    passing_bytes: float
+    num_parameters: int
 
     def map(self, change: Callable[[tuple[Op, ...]], tuple[Op, ...]]) -> PricedOps:
         """The same with every list changed."""
-        return PricedOps(forward=change(self.forward), backward=change(self.backward), again=change(self.again))
+        lists = {name: change(getattr(self, name)) for name in ("forward", "backward", "again")}
+        return dataclasses.replace(self, **lists)
+
+    def saved_bytes(self, ranks: int) -> float:
+        """Kept for the backward, of which what lies outside the tensor-parallel regions is split over ``ranks``."""
+        return sum(size / (ranks if layer in OUTSIDE else 1) for layer, size in self.saved)
 
 
 @functools.lru_cache(maxsize=None)
@@ -164,18 +183,24 @@ def priced(shape: BlockShape | HeadShape, *, fused: bool) -> PricedOps:
     """Ops of a block or head."""
     graph = block_graph(shape) if isinstance(shape, BlockShape) else head_graph(shape)
     costs = price_graph(graph.graph, fused=fused)
+    kept = saved(graph.graph, fused=fused)
+    lives = [b for b in buffers(graph.graph) if b.kind != "input"]
+    held = sum(n.meta["val"].numel() for n, spec in zip(graph.placeholders, graph.inputs, strict=False)
+               if spec.kind is InputKind.PARAMETER)
     return PricedOps(
         forward=costs.ops(Phase.FORWARD),
         backward=costs.ops(Phase.BACKWARD),
         again=price_graph(recomputed(graph.graph), fused=fused).ops(),
+        saved=tuple((str(node.meta.get("layer", "")), size) for node, size in kept.items()),
+        passing_bytes=peak(lives).bytes - sum(kept.values()),
+        num_parameters=held,
     )
 
 
 def split_sequence(ops: tuple[Op, ...], ranks: int) -> tuple[Op, ...]:
     """Ops outside the tensor-parallel regions (norms, residual additions) on a part of the sequence."""
-    outside = ("norm1", "norm2", "residual1", "residual2", "norm")
     return tuple(
-        dataclasses.replace(op, bytes=op.bytes / ranks, flops=op.flops / ranks) if op.layer in outside else op for op in ops
+        dataclasses.replace(op, bytes=op.bytes / ranks, flops=op.flops / ranks) if op.layer in OUTSIDE else op for op in ops
     )
 
 
