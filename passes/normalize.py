@@ -22,6 +22,7 @@ from autopar.passes.partition import fake_mode_of
 from autopar.passes.rules.reductions import reduced_dims
 from autopar.passes.rules.row import Call, is_getitem
 from autopar.passes.rules.table import op_name
+from autopar.passes.torch_ops import OpOverload
 
 MEAN, SUM = 1, 2
 Rewrite = Callable[[Emitter, Call], Any]
@@ -44,7 +45,7 @@ class Normalize:
             new.meta = dict(old.meta)
         emitter = Emitter(graph, fake_mode_of(step))
         for node in list(graph.nodes):
-            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if node.op == "call_function" and isinstance(node.target, OpOverload):
                 self._rewrite(graph, node, emitter)
         graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         graph.lint()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from autopar.passes.base import Program
-from autopar.passes.torch_ops import is_wait
+from autopar.passes.torch_ops import OpOverload, is_wait
 
 # Calls that only reshape what a wait gave: they move down together with it.
 FOLLOWERS = frozenset({"aten::reshape", "aten::permute", "aten::slice.Tensor", "aten::clone", "aten::_to_copy"})
@@ -56,7 +55,7 @@ def place(heads: dict[fx.Node, list[fx.Node]], fixed: list[fx.Node]) -> None:
 
 def follows(node: fx.Node, moving: set[fx.Node]) -> bool:
     """Whether ``node`` only reshapes something that moves."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     overload = node.target._schema.overload_name
     name = node.target._schema.name + (f".{overload}" if overload else "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar.cost_models.collectives import Collective, Transfer
 from autopar.cost_models.compute import Op, OpKind, matmul
 from autopar.cost_models.memory import Buffer
 from autopar.passes.base import Phase
+from autopar.passes.torch_ops import OpOverload
 
 Shape = tuple[int, ...]
 
@@ -143,7 +144,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 def op_name(node: fx.Node) -> str:
     """ATen name without overload: ``mm``."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target._schema.name.split("::")[1])
     return getattr(target, "__name__", str(target))
 
@@ -157,7 +158,7 @@ def is_free(node: fx.Node) -> bool:
 
 def is_fusable(node: fx.Node) -> bool:
     """Whether a compiler (or a hand-written kernel) can run the node in one kernel with its neighbours."""
-    if is_free(node) or not isinstance(node.target, torch._ops.OpOverload):
+    if is_free(node) or not isinstance(node.target, OpOverload):
         return False
     return torch.Tag.pointwise in node.target.tags or op_name(node) in _ONE_PASS
 
@@ -335,7 +336,7 @@ def _attention(node: fx.Node, query: int, *, backward: bool) -> Op:
 def _is_causal(node: fx.Node) -> bool:
     """The ``is_causal`` argument of whichever overload it is."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     for index, argument in enumerate(target._schema.arguments):
         if argument.name == "is_causal":
@@ -488,17 +489,20 @@ def saved(graph: fx.Graph, *, fused: bool = False) -> dict[fx.Node, int]:
 
 def _recomputable(node: fx.Node, kept: Mapping[fx.Node, int]) -> bool:
     users = [u for u in _final_users(node) if _phase(u) is Phase.BACKWARD and u.op != "output"]
-    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
     known = all(s in kept or s.op == "placeholder" for s in (base_of(a) for a in node.all_input_nodes))
     return pointwise and known and all(is_fusable(u) for u in users)
 
 
-def buffers(graph: fx.Graph, *, input_kinds: Mapping[str, str] | None = None) -> list[Buffer]:
+def buffers(
+    graph: fx.Graph, *, input_kinds: Mapping[str, str] | None = None, gradients: Collection[fx.Node] = ()
+) -> list[Buffer]:
     """Every storage of a program with its life, in the order of the nodes.
 
     Args:
         graph: flat graph; inputs live throughout, outputs until the end.
         input_kinds: placeholder name to kind (``parameter``, ``input``...); ``input`` where absent.
+        gradients: outputs that are gradients of parameters.
 
     Returns:
         One buffer a storage.
@@ -510,6 +514,7 @@ def buffers(graph: fx.Graph, *, input_kinds: Mapping[str, str] | None = None) ->
             last[base_of(source)] = i
     end = len(order)
     kinds = input_kinds or {}
+    bases = {base_of(g) for g in gradients}
     out = []
     for i, node in enumerate(order):
         value = node.meta.get("val")
@@ -519,6 +524,7 @@ def buffers(graph: fx.Graph, *, input_kinds: Mapping[str, str] | None = None) ->
         dies = end if is_input else last.get(node, i)
         crosses = dies < end and _phase(order[dies]) is not _phase(node)
         kind = kinds.get(node.name, "input") if is_input else "activation" if crosses else "temporary"
+        kind = "gradient" if node in bases else kind
         out.append(
             Buffer(
                 name=node.name,

@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.passes.base import Phase, StepGraph
 from autopar.passes.rules.row import is_getitem
+from autopar.passes.torch_ops import OpOverload
 
 COPY_OF = "copy_of"  # node.meta: name of the forward node that a node repeats
 
@@ -138,7 +139,7 @@ def is_cheap(node: fx.Node) -> bool:
     """Whether a call costs little beside a matrix product."""
     call = node.args[0] if is_getitem(node) else node
     target = getattr(call, "target", None)
-    if is_random(node) or not isinstance(target, torch._ops.OpOverload):
+    if is_random(node) or not isinstance(target, OpOverload):
         return False
     name = target._schema.name + (f".{target._schema.overload_name}" if target._schema.overload_name else "")
     return torch.Tag.pointwise in target.tags or name in CHEAP

@@ -2,6 +2,8 @@
 
 ``torch.ops._c10d_functional.*``: functional collectives (what ``torch.distributed._functional_collectives`` calls):
 they return at once; ``wait_tensor`` waits.
+``OpOverload``: the type of ``torch.ops.aten.add.Tensor``.  ``FakeTensorMode``: tensors with a shape, dtype and device
+but no data (what ``torch.export`` runs models on).
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -24,7 +28,7 @@ WAIT = c10d.wait_tensor.default
 COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 
 
-def resolve(name: str | torch._ops.OpOverload) -> torch._ops.OpOverload:
+def resolve(name: str | OpOverload) -> OpOverload:
     """``"add.Tensor"`` -> ``torch.ops.aten.add.Tensor``; an overload is returned as it is."""
     if not isinstance(name, str):
         return name

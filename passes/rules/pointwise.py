@@ -9,6 +9,7 @@ import torch
 
 from autopar.passes.rules.row import Call, Dims, Row
 from autopar.passes.rules.views import dims_of
+from autopar.passes.torch_ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -93,7 +94,7 @@ def broadcast_dims(shape: tuple[int, ...], dims: list[tuple[str, ...]]) -> Dims:
     return tuple(() if size == 1 else dims[i + offset] for i, size in enumerate(shape))
 
 
-def is_pointwise(op: torch._ops.OpOverload) -> bool:
+def is_pointwise(op: OpOverload) -> bool:
     """Whether the operation is element-wise (torch's own tag, or our list) and functional."""
     name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
     return (torch.Tag.pointwise in op.tags or name in UNTAGGED) and not op._schema.is_mutable

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.cost_models.errors import PartitionError
+from autopar.passes.torch_ops import OpOverload
 
 if TYPE_CHECKING:
     from autopar.passes.lowering import LocalContext
@@ -84,7 +85,7 @@ class Call:
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
-        self.op: torch._ops.OpOverload = node.target  # type: ignore[assignment]
+        self.op: OpOverload = node.target  # type: ignore[assignment]
         schema = self.op._schema
         self.names = [a.name for a in schema.arguments]
         bound = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import fx
 
 from autopar.passes.rules import attention, factories, indexing, matmul, norms, pointwise, reductions, softmax, views
 from autopar.passes.rules.row import Call, Row, parse_row
+from autopar.passes.torch_ops import OpOverload
 
 Rule = Callable[[Call], Row]
 
@@ -212,7 +212,7 @@ class RuleTable:
     def __init__(self, rules: Mapping[str, Rule] = RULES) -> None:
         self._rules = dict(rules)
 
-    def register(self, op: torch._ops.OpOverload | str, row: str | Rule) -> None:
+    def register(self, op: OpOverload | str, row: str | Rule) -> None:
         """Add or replace the rule of an operation; ``row`` is row text or a function of the call."""
         name = op if isinstance(op, str) else op_name(op)
         if isinstance(row, str):
@@ -229,7 +229,7 @@ class RuleTable:
         return pointwise.pointwise_row(call) if pointwise.is_pointwise(call.op) and call.outputs[0] is not None else None
 
 
-def op_name(op: torch._ops.OpOverload) -> str:
+def op_name(op: OpOverload) -> str:
     """"aten::add.Tensor" of ``torch.ops.aten.add.Tensor``.
 
     >>> op_name(torch.ops.aten.add.Tensor), op_name(torch.ops.aten.mm.default)
@@ -244,7 +244,7 @@ def rows_of(graph: fx.Graph, table: RuleTable) -> tuple[dict[fx.Node, Row], list
     rows: dict[fx.Node, Row] = {}
     unknown: list[fx.Node] = []
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         call = Call(node)
         row = table.row(call)
