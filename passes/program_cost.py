@@ -1,0 +1,217 @@
+"""The step time and peak memory of an emitted program: its nodes as events, run through the timeline.
+
+What is priced is the program that runs, so :func:`predict` serves ``plan.predicted`` and ``autopar simulate`` alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_models.cluster import Cluster, Span
+from autopar.cost_models.collectives import CollectiveModel, Transfer
+from autopar.cost_models.compute import KernelModel, Op, memory_op
+from autopar.cost_models.memory import Buffer, Peak, peak
+from autopar.cost_models.timeline import COMPUTE, Event, Timeline, simulate
+from autopar.passes.base import InputKind, OutputKind, Program
+from autopar.passes.pricing import buffers, op_name, price_node, tensor_bytes, tensors
+
+# What a value waits for: per stream, the last event it depends on.
+_After = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramCost:
+    """Prediction for one step.
+
+    Attributes:
+        step_s: duration, optimizer included.
+        peak: the moment of most memory on the rank that needs most, and whose it is; optimizer state included.
+        timeline: when everything runs.
+        sent_bytes: per mesh axis group, the bytes of full tensors that a rank communicates.
+        by_bytes: ops without a formula, priced by their bytes alone.
+    """
+
+    step_s: float
+    peak: Peak
+    timeline: Timeline
+    sent_bytes: Mapping[str, float]
+    by_bytes: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Writer:
+    """Turns the nodes of one program into events."""
+
+    rank: int
+    kernels: KernelModel
+    collectives: CollectiveModel
+    spans: Mapping[str, Span]
+    events: list[Event]
+    sent: dict[str, float]
+    unknown: set[str]
+
+    def graph(self, module: fx.GraphModule, arguments: Sequence[_After]) -> list[_After]:
+        """Add the events of ``module``'s graph; returns what each output waits for."""
+        after: dict[fx.Node, _After] = {}
+        items: dict[fx.Node, list[_After]] = {}
+        given = iter(arguments)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                after[node] = next(given, {})
+            elif node.op == "call_module":
+                inner = module.get_submodule(str(node.target))
+                if isinstance(inner, fx.GraphModule):
+                    items[node] = self.graph(inner, [after[a] for a in node.args if isinstance(a, fx.Node)])
+                    after[node] = _latest(items[node])
+            elif node.op == "output":
+                leaves = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
+                return [after.get(leaf, {}) if isinstance(leaf, fx.Node) else {} for leaf in leaves]
+            elif node.target is operator.getitem and node.args[0] in items:
+                after[node] = items[node.args[0]][int(node.args[1])]  # type: ignore[index,arg-type]
+            else:
+                after[node] = self.node(node, _latest([after.get(a, {}) for a in node.all_input_nodes]))
+        return []
+
+    def node(self, node: fx.Node, waits: _After) -> _After:
+        """Add the event of one node, if it has one."""
+        item = price_node(node)
+        if item is None:
+            return waits
+        if item.by_bytes:
+            self.unknown.add(op_name(node))
+        if isinstance(item.cost, Transfer):
+            stream, seconds = self.transfer(item.cost)
+        else:
+            stream, seconds = COMPUTE, self.compute(item.cost)
+        if seconds == 0.0:
+            return waits
+        self.events.append(
+            Event(
+                name=f"{node.name} {item.cost.layer}".strip(),
+                stream=stream,
+                seconds=seconds,
+                waits=tuple((self.rank, i) for s, i in waits.items() if s != stream),
+            )
+        )
+        return {**waits, stream: len(self.events) - 1}
+
+    def compute(self, op: Op) -> float:
+        return self.kernels.total_seconds([op], dispatch_s=self.kernels.device.dispatch_s)
+
+    def transfer(self, transfer: Transfer) -> tuple[str, float]:
+        span = self.spans[transfer.group]
+        self.sent[transfer.group] = self.sent.get(transfer.group, 0.0) + transfer.bytes
+        level = self.collectives.cluster.levels[span.outermost]
+        return level.name, float(self.collectives.seconds(transfer.collective, transfer.bytes, span))
+
+
+def _latest(values: Sequence[_After]) -> _After:
+    """The last event of every stream among ``values``."""
+    out: _After = {}
+    for value in values:
+        for stream, index in value.items():
+            out[stream] = max(index, out.get(stream, -1))
+    return out
+
+
+def program_events(
+    program: Program, kernels: KernelModel, collectives: CollectiveModel, *, rank: int = 0
+) -> tuple[list[Event], dict[str, float], set[str]]:
+    """Events of one rank's program, in order.
+
+    Args:
+        program: local shapes; group names are mesh axes.
+        kernels: prices computations.
+        collectives: prices communications, on the cluster of which the mesh is a part.
+        rank: number of the program among those simulated together.
+
+    Returns:
+        The events, the bytes sent by group, and the names of ops priced by bytes alone.
+    """
+    mesh = dict(zip(program.mesh.axes, program.mesh.sizes, strict=True))
+    groups = {g for m in _modules(program.graph_module) for g in _groups(m)}
+    spans = {g: collectives.cluster.group_span(mesh, g) for g in groups}
+    writer = _Writer(
+        rank=rank, kernels=kernels, collectives=collectives, spans=spans, events=[], sent={}, unknown=set()
+    )
+    writer.graph(program.graph_module, [{} for _ in program.inputs])
+    return writer.events, writer.sent, writer.unknown
+
+
+def _modules(module: fx.GraphModule) -> list[fx.GraphModule]:
+    return [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+
+
+def _groups(module: fx.GraphModule) -> set[str]:
+    """Group names of the communications in ``module``."""
+    found = set()
+    for node in module.graph.nodes:
+        item = price_node(node)
+        if item is not None and isinstance(item.cost, Transfer):
+            found.add(item.cost.group)
+    return found
+
+
+def predict(
+    programs: Sequence[Program],
+    cluster: Cluster,
+    *,
+    optimizer_bytes_per_parameter_byte: float = 2.0,
+    slowdown: float = 0.1,
+) -> ProgramCost:
+    """Predict the step of the given programs, one of each pipeline stage (the ranks of a stage are alike).
+
+    Args:
+        programs: programs that run together.
+        cluster: where.
+        optimizer_bytes_per_parameter_byte: state of the optimizer relative to the parameters (2: Adam).
+        slowdown: by how much communication lengthens computation beside it.
+
+    Returns:
+        Time, memory and the timeline.
+    """
+    kernels = KernelModel(device=cluster.device)
+    collectives = CollectiveModel(cluster=cluster)
+    rows = [program_events(p, kernels, collectives, rank=i) for i, p in enumerate(programs)]
+    timeline = simulate([events for events, _, _ in rows], slowdown=slowdown)
+    held = [_parameter_bytes(p) for p in programs]
+    state = max(held) * optimizer_bytes_per_parameter_byte
+    # Reads gradient, parameter and state; writes parameter and state.
+    update = memory_op("optimizer", max(held) * 3 + 2 * state)
+    peaks = [_peak(p, size * optimizer_bytes_per_parameter_byte) for p, size in zip(programs, held, strict=True)]
+    return ProgramCost(
+        step_s=timeline.step_s + float(kernels.seconds([update])[0]),
+        peak=max(peaks, key=lambda p: p.bytes),
+        timeline=timeline,
+        sent_bytes=rows[0][1],
+        by_bytes=tuple(sorted(set().union(*(unknown for _, _, unknown in rows)))),
+    )
+
+
+def _parameter_bytes(program: Program) -> float:
+    """Bytes of the trainable parameters that the rank stores."""
+    pairs = zip(program.graph_module.graph.find_nodes(op="placeholder"), program.inputs, strict=False)
+    return float(
+        sum(tensor_bytes(t) for n, s in pairs if s.kind is InputKind.PARAMETER and s.trainable for t in tensors(n.meta.get("val")))
+    )
+
+
+def _peak(program: Program, state_bytes: float) -> Peak:
+    graph = program.graph_module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    kinds = {n.name: s.kind.value for n, s in zip(placeholders, program.inputs, strict=False)}
+    outputs = graph.output_node().args[0]
+    gradients = {
+        value: spec.kind
+        for value, spec in zip(outputs, program.outputs, strict=True)  # type: ignore[arg-type]
+        if isinstance(value, fx.Node) and spec.kind is OutputKind.GRADIENT
+    }
+    lives = list(buffers(graph, input_kinds=kinds, gradients=set(gradients)))
+    lives.append(
+        Buffer(name="optimizer state", bytes=state_bytes, born=0, dies=len(graph.nodes), layer="", kind="optimizer")
+    )
+    return peak(lives)
