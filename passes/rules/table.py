@@ -232,6 +232,7 @@ class RuleTable:
 def op_name(op: OpOverload) -> str:
     """"aten::add.Tensor" of ``torch.ops.aten.add.Tensor``.
 
+    >>> import torch
     >>> op_name(torch.ops.aten.add.Tensor), op_name(torch.ops.aten.mm.default)
     ('aten::add.Tensor', 'aten::mm')
     """
