@@ -92,7 +92,6 @@ class _Line:
 
 def as_svg(functions: Mapping[str, Sequence[Box]], *, title: str, legend: Sequence[str]) -> str:
     """The boxes as an SVG picture; ``legend`` are lines below its ``title``."""
-    lines: list[_Line] = []
     body: list[str] = []
     top = _MARGIN + _ROW * (len(legend) + 2)
     width = max(len(text) for text in (title, *legend)) * _LETTER * 1.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class _Reader:
 
     def rows(self) -> Iterator[Row]:
         specs = iter(self.program.inputs)
-        roles = self._roles()
+        roles, labels = self._roles(), self._input_labels()
         for node in self.graph_module.graph.nodes:
             kind, label = _kind(node), ""
             if node.op == "placeholder":
@@ -85,7 +86,7 @@ class _Reader:
                 layout=self._layout(node),
                 local=tuple(_tensors(node.meta.get("val"))),
                 global_shape=_global_shape(node),
-                communication=self._communication(node, roles),
+                communication=self._communication(node, roles, labels),
                 roles=roles.get(node, ()),
             )
 
@@ -110,7 +111,9 @@ class _Reader:
             if size > 1
         )
 
-    def _communication(self, node: fx.Node, roles: Mapping[fx.Node, tuple[str, ...]]) -> Communication | None:
+    def _communication(
+        self, node: fx.Node, roles: Mapping[fx.Node, tuple[str, ...]], labels: Mapping[str, str]
+    ) -> Communication | None:
         name = communication_name(node)
         if name is None or name == WAIT:
             return None
@@ -123,7 +126,7 @@ class _Reader:
             group=messages[0].group,
             num_ranks=size,
             moved_bytes=moved_bytes,
-            serves=_served(node, roles, self._input_labels()),
+            serves=_served(node, roles, labels),
         )
 
     def _input_labels(self) -> dict[str, str]:
@@ -222,7 +225,13 @@ def _moved_bytes(op: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torc
     num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     op = op.removesuffix("_coalesced")
     full_bytes = num_bytes * num_ranks if op == "all_gather_into_tensor" else num_bytes
-    return round(float(formula(*_COLLECTIVES[op]).moved.subs({N: num_ranks, S: full_bytes})))
+    return round(full_bytes * _moved_share(op, num_ranks))
+
+
+@functools.cache
+def _moved_share(op: str, num_ranks: int) -> float:
+    """Bytes over one link for each byte of the full tensor."""
+    return float(formula(*_COLLECTIVES[op]).moved.subs({N: num_ranks, S: 1}))
 
 
 def _served(node: fx.Node, roles: Mapping[fx.Node, tuple[str, ...]], labels: Mapping[str, str]) -> str:
