@@ -29,6 +29,7 @@ SCHEMA = 1
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb")
 ZERO = (0, 1, 2, 3)
+MOST_CHUNKS = 16  # stages that one rank may run under an interleaved schedule
 
 
 def layer_matches(pattern: str, path: str) -> bool:
@@ -304,8 +305,8 @@ def parse_placement(text: str, num_ranks: int) -> Placement:
 class Plan:
     """How one training step is split over ``dp * tp * pp`` ranks.
 
-    The ranks of a pipeline stage form a :attr:`mesh` with the axes ``dp`` and ``tp``; the texts of ``choices`` and
-    ``storage`` follow that order.
+    The ranks of a pipeline stage form a :attr:`mesh` with the axes ``dp`` and ``tp``; the texts of ``storage`` follow that
+    order, those of ``choices`` the order of :attr:`work_mesh`, which has an axis of micro-batches between them.
 
     Attributes:
         fingerprint: which captured step it is for (:func:`fingerprint`).
@@ -355,13 +356,14 @@ class Plan:
         for layer, kind in {"": self.recompute, **self.recompute_layers}.items():
             _require(PlanError, f"recompute of {layer!r}" if layer else "recompute", kind, RECOMPUTE)
         for layer, stage in self.stages.items():
-            _require(PlanError, f"stage of {layer!r}", stage, range(self.pp))
+            most = self.pp if self.schedule != "interleaved" else MOST_CHUNKS * self.pp
+            _require(PlanError, f"stage of {layer!r}", stage, range(most))
         for name in ("recompute_layers", "stages", "choices", "storage", "tensors"):
             object.__setattr__(self, name, dict(getattr(self, name)))
-        for name in ("choices", "storage"):
+        for name, mesh in (("choices", self.work_mesh), ("storage", self.mesh)):
             for key, texts in getattr(self, name).items():
-                if len(texts) != len(self.mesh.axes):
-                    raise PlanError(f"{name}[{key!r}] is {texts!r}; it needs one text for each of {self.mesh.axes}")
+                if len(texts) != len(mesh.axes):
+                    raise PlanError(f"{name}[{key!r}] is {texts!r}; it needs one text for each of {mesh.axes}")
         for name in self.storage:
             self._check_storage(name)
 
@@ -383,6 +385,20 @@ class Plan:
     def mesh(self) -> Mesh:
         """The grid of ranks of one pipeline stage."""
         return Mesh(axes=("dp", "tp"), sizes=(self.dp, self.tp))
+
+    @property
+    def work_mesh(self) -> Mesh:
+        """The grid over which work is split: :attr:`mesh`, with the micro-batches as an axis "mb" where there are any."""
+        if self.microbatches == 1 and self.pp == 1:
+            return self.mesh
+        return Mesh(axes=("dp", "mb", "tp"), sizes=(self.dp, self.microbatches, self.tp))
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages; under an interleaved schedule a rank runs several."""
+        if self.schedule != "interleaved":
+            return self.pp
+        return self.pp * max(1, -(-(1 + max(self.stages.values(), default=0)) // self.pp))
 
     @property
     def world_size(self) -> int:

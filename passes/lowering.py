@@ -8,16 +8,24 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.cost_models.errors import PartitionError
 from autopar.passes.options import Choice
 from autopar.passes.placement import REPLICATE, Layout, Placement, Shard, chunk
 from autopar.passes.redistribute import Redistributor
 from autopar.passes.rules.row import Call, Row
-from autopar.passes.torch_ops import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, resolve
+from autopar.passes.torch_ops import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    WAIT,
+    FakeTensorMode,
+    OpOverload,
+    resolve,
+)
 
-KEPT_META = ("layer", "phase", "source")
+KEPT_META = ("layer", "phase", "source", "stage")
 
 
 Memo = dict[Any, Any]
@@ -54,24 +62,24 @@ class Emitter:
         self.meta = {k: origin.meta[k] for k in KEPT_META if k in origin.meta}
         self.origin_name = origin.name
 
-    def call(self, op: str | torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, op: str | OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call of ``op``; nodes among the arguments are passed by their fake values."""
         target = resolve(op)
         return self._append(target, args, kwargs, target._schema.name.partition("::")[2].strip("_"))
 
-    def main_call(self, op: str | torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    def main_call(self, op: str | OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Append the call that stands for the described node; it keeps that node's name."""
         return self._append(resolve(op), args, kwargs, self.origin_name)
 
     def _append(
-        self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None
     ) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta["val"] = self._run(target, args, kwargs)
         node.meta.update(self.meta)
         return node
 
-    def _run(self, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What ``target`` gives on the fake values of the arguments."""
         values = fx.node.map_aggregate(args, fake_value)
         named = fx.node.map_aggregate(dict(kwargs), fake_value)
@@ -85,7 +93,7 @@ class Emitter:
         self,
         function: Any,
         args: tuple[Any, ...],
-        op: torch._ops.OpOverload,
+        op: OpOverload,
         op_args: tuple[Any, ...],
         op_kwargs: Mapping[str, Any],
     ) -> fx.Node:
@@ -189,7 +197,7 @@ class LocalContext:
         """Local value of the tensor argument ``index``."""
         return self.tensors[index]
 
-    def emit(self, op: str | torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    def emit(self, op: str | OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call."""
         return self.emitter.call(op, *args, **kwargs)
 

@@ -76,8 +76,13 @@ def find_factor(dims: Dims | None, factor: str) -> int:
 class Structures:
     """Atoms of every dim of every value, passed along rows until nothing changes."""
 
-    def __init__(self, rows: Mapping[fx.Node, Row], tensors: Mapping[fx.Node, list[fx.Node]]) -> None:
-        self._found: dict[tuple[Value, int], dict[Structure, None]] = {}
+    def __init__(
+        self,
+        rows: Mapping[fx.Node, Row],
+        tensors: Mapping[fx.Node, list[fx.Node]],
+        seeds: Mapping[tuple[Value, int], Structure] | None = None,
+    ) -> None:
+        self._found: dict[tuple[Value, int], dict[Structure, None]] = {k: {s: None} for k, s in (seeds or {}).items()}
         self._sites: dict[fx.Node, list[tuple[str, int, list[tuple[tuple[Value, int], int]]]]] = {}
         for node, row in rows.items():
             self._sites[node] = self._sites_of(node, row, tensors[node])
@@ -147,13 +152,18 @@ class Structures:
 
 
 class OptionSpace:
-    """All options of all calls of a graph, for mesh axes of any size."""
+    """All options of all calls of a graph, for mesh axes of any size.
 
-    def __init__(self, graph: fx.Graph, rows: Mapping[fx.Node, Row]) -> None:
+    ``seeds`` are atoms of dims that no call cuts but the caller wants: the rows of each data rank, to be split further.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, rows: Mapping[fx.Node, Row], seeds: Mapping[tuple[Value, int], Structure] | None = None
+    ) -> None:
         self.graph = graph
         self.rows = rows
         self.tensors = {node: Call(node).tensors for node in rows}
-        self.structures = Structures(rows, self.tensors)
+        self.structures = Structures(rows, self.tensors, seeds)
 
     def choices(self, node: fx.Node, num_ranks: int) -> list[Choice]:
         """Every correct way to run ``node`` on an axis of ``num_ranks`` ranks; the first replicates."""
@@ -260,6 +270,18 @@ class Families:
         a, b = self.find(a), self.find(b)
         if a != b:
             self._parent[b] = a
+
+
+def batch_seeds(
+    placeholders: Sequence[fx.Node], inputs: Sequence[InputSpec], data_ranks: int
+) -> dict[tuple[Value, int], Structure]:
+    """The rows of each of ``data_ranks`` ranks as atoms of the batch inputs' first dims, so that they can be split again."""
+    found = {}
+    for node in batch_inputs(placeholders, inputs):
+        shape = shape_of((node, 0))
+        if data_ranks > 1 and shape and shape[0] and shape[0] % data_ranks == 0:
+            found[((node, 0), 0)] = (data_ranks, shape[0] // data_ranks)
+    return found
 
 
 def batch_inputs(placeholders: Sequence[fx.Node], inputs: Sequence[InputSpec]) -> list[fx.Node]:

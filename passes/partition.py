@@ -20,7 +20,7 @@ from autopar.passes.lowering import Emitter, LocalContext, Memo
 from autopar.passes.options import Choice, Value, replicated, shape_of, value_of
 from autopar.passes.placement import REPLICATE, Layout, Partial, local_shape
 from autopar.passes.random import SEED_NAME, lower_random
-from autopar.passes.redistribute import Redistributor
+from autopar.passes.redistribute import MICROBATCHES, Redistributor
 from autopar.passes.rules.row import Call, Row, is_getitem
 from autopar.passes.rules.table import op_name
 
@@ -275,7 +275,10 @@ class Partitioner:
             value = value_of(node)
             self.emitter.describe(node)
             if spec.kind in (OutputKind.LOSS, OutputKind.RESULT):
-                layout = tuple(REPLICATE if isinstance(p, Partial) else p for p in self.layouts[value])
+                layout = tuple(
+                    REPLICATE if isinstance(p, Partial) or axis == MICROBATCHES else p
+                    for axis, p in zip(self.axes, self.layouts[value], strict=True)
+                )
                 if not shape_of(value):
                     layout = self.whole
             else:

@@ -16,6 +16,8 @@ from torch import fx
 
 from autopar.cost_models.errors import UnsupportedOpError
 from autopar.passes.placement import Shard
+from autopar.passes.redistribute import MICROBATCHES
+from autopar.passes.torch_ops import OpOverload
 
 if TYPE_CHECKING:
     from autopar.passes.lowering import LocalContext
@@ -24,7 +26,7 @@ SEED_NAME = "rng_seed"
 MULTIPLIER = 6364136223846793005  # Knuth's MMIX constant: spreads (draw, part) over 64 bits
 
 
-def seeded(op: torch._ops.OpOverload, seed: torch.Tensor, draw: int, part: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def seeded(op: OpOverload, seed: torch.Tensor, draw: int, part: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation with the default generator seeded by (seed, draw, part), and put the generator back."""
     mixed = (int(seed) * MULTIPLIER + draw * 1000003 + part * 7919 + 1) % 2**63
     device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device(kwargs.get("device") or "cpu"))
@@ -60,7 +62,8 @@ def lower_random(ctx: LocalContext, rng: str, seed: fx.Node | None, draw: int) -
 def lower_exact(ctx: LocalContext) -> Any:
     """Draw the whole tensor in the single-device order, then narrow."""
     call = ctx.call
-    if not ctx.split_factors:
+    # In a pipeline every stage makes all draws, so that each finds the generator where one device would have it.
+    if not ctx.split_factors and MICROBATCHES not in ctx.axes:
         return ctx.emit_unchanged()
     if call.op is torch.ops.aten.native_dropout.default:
         x = ctx.tensor(0)

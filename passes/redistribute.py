@@ -51,6 +51,8 @@ class Step:
     after: Layout
 
 
+MICROBATCHES = "mb"  # the mesh axis that stands for micro-batches: its "ranks" are run one after another on one rank
+
 # Slices and reduce_scatters first: they make everything after them smaller.
 ORDER = list(StepKind)
 
@@ -185,10 +187,20 @@ class Redistributor:
 
     def run(self, node: fx.Node, source: Layout, target: Layout, shape: tuple[int, ...]) -> fx.Node:
         """Emit all steps from ``source`` to ``target``; the result is contiguous."""
-        for step in steps(source, target, shape, self.sizes):
+        for step in self._steps(source, target, shape):
             node = getattr(self, "_" + step.kind.value)(node, step)
             node.meta["layout"] = step.after
         return node
+
+    def _steps(self, source: Layout, target: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
+        """Micro-batches are joined first: what other axes then move is moved once, not once a micro-batch."""
+        if MICROBATCHES not in self.axes:
+            return steps(source, target, shape, self.sizes)
+        axis = self.axes.index(MICROBATCHES)
+        joined = source
+        if source[axis] not in (REPLICATE, target[axis]):
+            joined = (*source[:axis], REPLICATE, *source[axis + 1 :])
+        return steps(source, joined, shape, self.sizes) + steps(joined, target, shape, self.sizes)
 
     def _shard(self, layout: Layout, axis: int) -> Shard:
         shard = layout[axis]

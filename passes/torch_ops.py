@@ -23,9 +23,13 @@ ALL_REDUCE = c10d.all_reduce.default
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_TO_ALL = c10d.all_to_all_single.default
+ALL_GATHER_COALESCED = c10d.all_gather_into_tensor_coalesced.default
+ALL_REDUCE_IN_PLACE = c10d.all_reduce_.default
 WAIT = c10d.wait_tensor.default
+ISEND = c10d.isend.default
+IRECV = c10d.irecv.default
 
-COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_GATHER_COALESCED)
 
 
 def resolve(name: str | OpOverload) -> OpOverload:

@@ -10,14 +10,19 @@ from torch import fx
 
 from autopar.cost_models.errors import PlanError
 from autopar.lower.prepare import Prepared, prepare
-from autopar.passes.base import Program, StepGraph
+from autopar.cost_models.schedules import Kind, Schedule, build, validate
+from autopar.passes.base import Mesh, Program, StepGraph
 from autopar.passes.bucket import Bucket
 from autopar.passes.lowering import Memo
-from autopar.passes.options import Choice, OptionSpace, replicated
+from autopar.passes.microbatch import Fold
+from autopar.passes.options import Choice, OptionSpace, batch_seeds, replicated
 from autopar.passes.overlap import Overlap
 from autopar.passes.partition import Assignment, partition
+from autopar.passes.placement import REPLICATE
 from autopar.passes.recompute import COPY_OF, Recompute
 from autopar.passes.rules.table import RuleTable, rows_of
+from autopar.passes.split_stages import SplitStages
+from autopar.passes.unroll_microbatches import Arrangement, Unroll
 from autopar.plan import Plan
 
 DEFAULT_BUCKET_BYTES = 25_000_000  # as DistributedDataParallel's 25 MB: large enough to hide latency
@@ -53,29 +58,78 @@ class Lowering:
         self.plan, self.rng = plan, rng
         self._memo: Memo = {}
         table = table or RuleTable()
-        prepared = prepare(step, table, split_batch=plan.dp > 1)
+        prepared = prepare(step, table, split_batch=plan.dp * plan.microbatches > 1)
         assignment = assignment_of(prepared, plan, reduce_dtype)
         again = Recompute(mode=plan.recompute, layers=plan.recompute_layers)
         self.prepared: Prepared = repeated(prepared, again, table)
         self.assignment = for_copies(assignment, self.prepared.normal)
+        self._folded: dict[tuple[int, int], tuple[Fold, Arrangement]] = {}
+        if plan.pp > 1:
+            SplitStages(stages=plan.stages, num_stages=plan.num_stages)(self.prepared.normal)
         bucket = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         passes = (Bucket(max_bytes=bucket), Overlap())
         self.passes = tuple(p for p in passes if type(p).__name__.lower() not in disable_passes)
 
     def program(self, rank: int) -> Program:
         """The program of ``rank``."""
-        program = partition(
-            self.prepared.normal, self.prepared.rows, self.assignment, rank, rng=self.rng, memo=self._memo
-        )
+        plan = self.plan
+        program = self._local(rank) if plan.pp == 1 and plan.microbatches == 1 else self._unrolled(rank)
         for rewrite in self.passes:
             program = rewrite(program)
         return program
 
 
+    def _local(self, rank: int) -> Program:
+        """The program of one rank of the mesh over which work is split."""
+        return partition(
+            self.prepared.normal, self.prepared.rows, self.assignment, rank, rng=self.rng, memo=self._memo
+        )
+
+    def _unrolled(self, rank: int) -> Program:
+        """The program of a rank that runs stages and micro-batches."""
+        plan = self.plan
+        mesh = plan.mesh
+        if plan.pp > 1:
+            mesh = Mesh(axes=("pp", *mesh.axes), sizes=(plan.pp, *mesh.sizes))
+        dp, tp = mesh.coords(rank)[-2:]
+        fold, arrangement = self.folded(dp, tp)
+        return Unroll(fold, arrangement, mesh, rank).run()
+
+    def folded(self, dp: int, tp: int) -> tuple[Fold, Arrangement]:
+        """The micro-batches of one place on the mesh of a stage, and who runs what (kept).
+
+        Raises:
+            ConstraintError: the schedule does not allow what couples the micro-batches.
+        """
+        if (dp, tp) not in self._folded:
+            plan = self.plan
+            locals_ = [self._local(plan.work_mesh.rank((dp, m, tp))) for m in range(plan.microbatches)]
+            if any(isinstance(p, Overlap) for p in self.passes):
+                locals_ = [Overlap()(p) for p in locals_]
+            fold = Fold(locals_, num_stages=plan.num_stages, regather=plan.zero == 3)
+            schedule = schedule_of(plan, coupled=bool(fold.coupled), training=self.prepared.step.training)
+            if plan.pp > 1 and plan.schedule not in (None, "gpipe"):
+                fold.refuse_coupling(plan.schedule)
+            self._folded[dp, tp] = (fold, Arrangement(fold, schedule))
+        return self._folded[dp, tp]
+
+
+def schedule_of(plan: Plan, *, coupled: bool, training: bool) -> Schedule:
+    """The actions of every pipeline rank under ``plan``."""
+    name = plan.schedule or ("gpipe" if coupled else "1f1b")
+    schedule = build(name, plan.pp, plan.microbatches, plan.num_stages // plan.pp)
+    if training:
+        validate(schedule)
+        return schedule
+    return Schedule(ranks=tuple(tuple(a for a in line if a.kind is Kind.FORWARD) for line in schedule.ranks))
+
+
 def assignment_of(prepared: Prepared, plan: Plan, reduce_dtype: torch.dtype | None) -> Assignment:
     """The choices and layouts that ``plan`` names."""
-    mesh = plan.mesh
-    space = OptionSpace(prepared.normal.graph, prepared.rows) if plan.choices else None
+    mesh = plan.work_mesh
+    normal = prepared.normal
+    seeds = batch_seeds(normal.placeholders, normal.inputs, plan.dp) if "mb" in mesh.axes else None
+    space = OptionSpace(normal.graph, prepared.rows, seeds) if plan.choices else None
     by_name: dict[str, fx.Node] = {n.name: n for n in prepared.rows}
     choices: dict[str, tuple[Choice, ...]] = {}
     for name, labels in plan.choices.items():
@@ -91,6 +145,8 @@ def assignment_of(prepared: Prepared, plan: Plan, reduce_dtype: torch.dtype | No
             found.append(choice)
         choices[name] = tuple(found)
     storage = {spec.name: plan.layout(spec.name) for spec in prepared.normal.inputs}
+    if "mb" in mesh.axes:
+        storage = {name: (layout[0], REPLICATE, *layout[1:]) for name, layout in storage.items()}
     return Assignment(
         mesh=mesh, choices=choices, storage=storage, gather_once=plan.zero in (1, 2), reduce_dtype=reduce_dtype
     )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from autopar.cost_models.cluster import Cluster
 from autopar.lower.prepare import Prepared
-from autopar.passes.base import InputKind, OutputKind, Phase
+from autopar.passes.base import InputKind, Mesh, OutputKind, Phase
 from autopar.passes.options import Value, replicated, shape_of, value_of
 from autopar.passes.partition import Assignment, fake_of
 from autopar.passes.placement import REPLICATE, Layout, Partial, Shard
-from autopar.passes.redistribute import steps, wire_bytes
+from autopar.passes.redistribute import MICROBATCHES, steps, wire_bytes
 from autopar.passes.rules.row import Call
 from autopar.search.first_choice import row_flops
 
@@ -40,24 +40,70 @@ def local_bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> float:
     return total / math.prod(n for p, n in zip(layout, sizes, strict=True) if isinstance(p, Shard))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Stages and micro-batches: what they do to time and memory, for stages of equal cost.
+
+    Attributes:
+        stages: number of stages.
+        microbatches: number of micro-batches.
+        all_forward: all forwards come before any backward (gpipe).
+    """
+
+    stages: int = 1
+    microbatches: int = 1
+    all_forward: bool = False
+
+    @property
+    def time_share(self) -> float:
+        """Time of a step, bubble included, in times of the whole step on one stage."""
+        return (self.microbatches + self.stages - 1) / (self.microbatches * self.stages)
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the saved activations that a rank holds at once."""
+        alive = self.microbatches if self.all_forward else min(self.stages, self.microbatches)
+        return alive / (self.microbatches * self.stages)
+
+
+def without_microbatches(assignment: Assignment) -> Assignment:
+    """The assignment on the real axes alone: what a whole batch costs."""
+    mesh = assignment.mesh
+    kept = [a for a, axis in enumerate(mesh.axes) if axis != MICROBATCHES]
+    return replace(
+        assignment,
+        mesh=Mesh(axes=tuple(mesh.axes[a] for a in kept), sizes=tuple(mesh.sizes[a] for a in kept)),
+        choices={n: tuple(c[a] for a in kept) for n, c in assignment.choices.items()},
+        storage={n: tuple(p[a] for a in kept) for n, p in assignment.storage.items()},
+    )
+
+
 def estimate(
-    prepared: Prepared, assignment: Assignment, cluster: Cluster, optimizer: str, zero: int
+    prepared: Prepared,
+    assignment: Assignment,
+    cluster: Cluster,
+    optimizer: str,
+    zero: int,
+    pipeline: Pipeline = Pipeline(),  # noqa: B008 - frozen
 ) -> Estimate:
     """Roofline of the work, plus the time of every redistribution that is not hidden, plus what is held at the peak."""
+    assignment = without_microbatches(assignment)
     book = Ledger(prepared, assignment)
     book.run()
     device = cluster.device
     dtype = "bf16" if book.low_precision else "fp32"
     work_s = book.flops / (device.peak(dtype) * device.matmul_efficiency)
-    spans = cluster.axis_levels(dict(zip(assignment.mesh.axes, assignment.mesh.sizes, strict=True)))
+    axes = {"pp": pipeline.stages} if pipeline.stages > 1 else {}
+    spans = cluster.axis_levels(axes | dict(zip(assignment.mesh.axes, assignment.mesh.sizes, strict=True)))
     move_s = 0.0
     for axis, sent in book.sent.items():
         level = cluster.levels[spans[axis].outermost] if assignment.mesh.axis_size(axis) > 1 else cluster.levels[0]
         move_s += sent / level.device_bytes_per_s + book.collectives[axis] * level.latency_s
     touch_s = book.touched / (device.memory_bytes_per_s * device.memory_efficiency)
-    held = book.parameters * (1 + STATE_BYTES.get(optimizer, 2.0)) + book.gradients + book.saved
+    held = (book.parameters * (1 + STATE_BYTES.get(optimizer, 2.0)) + book.gradients) / pipeline.stages
+    held += book.saved * pipeline.saved_share
     return Estimate(
-        step_time_s=work_s + touch_s + move_s,
+        step_time_s=(work_s + touch_s + move_s) * pipeline.time_share,
         peak_bytes=held,
         comm_bytes=sum(book.sent.values()),
         flops=book.flops,

@@ -22,6 +22,7 @@ from autopar.passes.options import (
     OptionSpace,
     Value,
     batch_inputs,
+    batch_seeds,
     replicated,
     shape_of,
     value_of,
@@ -36,8 +37,9 @@ from autopar.search.eliminate import Problem, Solution, Table
 Family = tuple[Value, Placement]
 
 # Price of work that is not split, in bytes moved: an axis that was asked for is to be used.
-BYTES_PER_FLOP = {"data": 1e3, "tensor": 0.1}
+BYTES_PER_FLOP = {"data": 1e3, "micro": 1e3, "tensor": 0.1}
 COLLECTIVE = 1e-5  # price of one more collective, as a share of the price of all work: small work is not worth one
+BARRIER = 1e-4  # the same between micro-batches, where all have to arrive before one can go on
 TOUCH = 1e-3  # price of touching a byte of memory: among equals, less of it
 TOUCH_SEQUENCE = 0.05  # the same where the user asked for activations to be split along the sequence
 KEEP = 0.05  # price of keeping a byte of a parameter
@@ -50,8 +52,9 @@ class AxisWish:
     Attributes:
         name: name of the axis.
         size: number of ranks.
-        role: "data" or "tensor".
+        role: "data", "micro" (micro-batches, which split the rows of each data rank) or "tensor".
         zero: parameters are kept split over this (data) axis.
+        blocks: ranks of the data axes outside this (data) axis: the rows of each of them are split further.
         sequence_parallel: families of the inputs (the sequence) may be split on this (tensor) axis too.
     """
 
@@ -59,6 +62,7 @@ class AxisWish:
     size: int
     role: str
     zero: int = 0
+    blocks: int = 1
     sequence_parallel: bool = False
 
 
@@ -78,7 +82,8 @@ class FirstChoice:
 
     def __init__(self, step: StepGraph, rows: Mapping[fx.Node, Row], wishes: Sequence[AxisWish]) -> None:
         self.step, self.rows, self.wishes = step, rows, wishes
-        self.space = OptionSpace(step.graph, rows)
+        blocks = max((w.blocks for w in wishes), default=1)
+        self.space = OptionSpace(step.graph, rows, batch_seeds(step.placeholders, step.inputs, blocks))
         self.specs = dict(zip(step.placeholders, step.inputs, strict=True))
         self.done: list[AxisResult] = []
 
@@ -108,8 +113,9 @@ class FirstChoice:
         found: dict[Family, None] = {}
         for node in batch_inputs(list(self.specs), self.step.inputs):
             shape = shape_of((node, 0))
-            if shape and can_split(shape[0], wish.size):
-                found[families.find(((node, 0), make_shard(0, 1, shape[0], wish.size)))] = None
+            if shape and shape[0] % wish.blocks == 0 and can_split(shape[0] // wish.blocks, wish.size):
+                shard = make_shard(0, wish.blocks, shape[0] // wish.blocks, wish.size)
+                found[families.find(((node, 0), shard))] = None
         return list(found)
 
     def _tensor_families(self, families: Families, wish: AxisWish) -> set[Family]:
@@ -149,8 +155,12 @@ class FirstChoice:
     def _fits(self, node: fx.Node, values: list[Value], choice: Choice) -> bool:
         """Whether the choice goes with what earlier axes do to the same call."""
         earlier = [r.choices[node] for r in self.done]
-        if choice.factor is not None and any(c.factor == choice.factor for c in earlier):
-            return False
+        data = self.wishes[len(self.done)].role != "tensor"
+        for c in earlier:
+            inside = c.blocks * c.units
+            nested = data and inside and choice.blocks % inside == 0
+            if choice.factor is not None and c.factor == choice.factor and not nested:
+                return False
         for i, value in enumerate(values):
             if not compatible((*(c.inputs[i] for c in earlier), choice.inputs[i]), shape_of(value)):
                 return False
@@ -161,7 +171,7 @@ class FirstChoice:
         return True
 
     def _stores(self, node: fx.Node, wish: AxisWish, families: Families, allowed: set[Family]) -> list[Placement]:
-        if self.specs[node].kind is not InputKind.PARAMETER or wish.role == "data":
+        if self.specs[node].kind is not InputKind.PARAMETER or wish.role != "tensor":
             return [REPLICATE]
         earlier = tuple(r.storage[node] for r in self.done)
         return [
@@ -205,7 +215,13 @@ class AxisProblem:
         self.problem = Problem()
         self.per_flop = BYTES_PER_FLOP[wish.role]
         total = sum(owner.flops(node) for node in options)
-        self.prices = Prices(wish.size, 1.0 + COLLECTIVE * self.per_flop * total)
+        collective = 1.0 + COLLECTIVE * self.per_flop * total
+        micro = wish.role == "micro"
+        self.prices = Prices(wish.size, 1.0 + BARRIER * self.per_flop * total if micro else collective)
+        # Micro-batches join for free where the result leaves the step, and nearly so where it comes from inputs alone.
+        self.output_prices = Prices(wish.size, 0.0) if micro else self.prices
+        self.input_prices = Prices(wish.size, collective) if micro else self.prices
+        self.from_inputs = input_values(owner.step) if micro else set()
         self.touch = TOUCH_SEQUENCE if wish.sequence_parallel else TOUCH
 
     def solve(self) -> Solution:
@@ -258,7 +274,8 @@ class AxisProblem:
                 source, have = self._hub(value, phase, source, have, places)
             for node, i in places:
                 wanted = [c.inputs[i] for c in self.options[node]]
-                self._link(source, have, node, wanted, self.owner.local_bytes(value))
+                prices = self.input_prices if value[0] in self.from_inputs else self.prices
+                self._link(source, have, node, wanted, self.owner.local_bytes(value), prices)
 
     def _hub(
         self, value: Value, phase: Phase, source: Hashable, have: list[Placement], places: list[tuple[fx.Node, int]]
@@ -269,13 +286,20 @@ class AxisProblem:
             forms.update(dict.fromkeys(c.inputs[i] for c in self.options[node]))
         hub = ("hub", value, phase)
         self.problem.variable(hub, np.zeros(len(forms)))
-        self._link(source, have, hub, list(forms), self.owner.local_bytes(value))
+        prices = self.input_prices if value[0] in self.from_inputs else self.prices
+        self._link(source, have, hub, list(forms), self.owner.local_bytes(value), prices)
         return hub, list(forms)
 
     def _link(
-        self, source: Hashable | None, have: list[Placement], target: Hashable, wanted: list[Placement], size: float
+        self,
+        source: Hashable | None,
+        have: list[Placement],
+        target: Hashable,
+        wanted: list[Placement],
+        size: float,
+        prices: Prices,
     ) -> None:
-        table = self.prices.table(have, wanted, size)
+        table = prices.table(have, wanted, size)
         if source is None:
             self.problem.unary[target] = self.problem.unary[target] + table[0]
         else:
@@ -294,11 +318,21 @@ class AxisProblem:
             if source is None:
                 continue
             if spec.kind in (OutputKind.LOSS, OutputKind.RESULT):
-                costs = [0.0 if isinstance(p, Shard) else self.prices.of(p, REPLICATE, size) for p in have]
+                costs = [0.0 if isinstance(p, Shard) else self.output_prices.of(p, REPLICATE, size) for p in have]
                 self.problem.unary[source] = self.problem.unary[source] + np.array(costs)
             else:
                 home = by_name[spec.name]
-                self._link(source, have, home, self.stores[home], size)
+                self._link(source, have, home, self.stores[home], size, self.output_prices)
+
+
+def input_values(step: StepGraph) -> set[fx.Node]:
+    """Calls that no parameter enters."""
+    parameters = {n for n, s in zip(step.placeholders, step.inputs, strict=True) if s.kind is InputKind.PARAMETER}
+    found: set[fx.Node] = set()
+    for node in step.graph.nodes:
+        if node not in parameters and all(s in found for s in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 class Prices:

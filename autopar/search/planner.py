@@ -13,11 +13,17 @@ from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.errors import ConstraintError
 from autopar.lower.prepare import Prepared, prepare
 from autopar.passes.base import InputKind, Mesh, StepGraph
+from autopar.passes.options import batch_inputs, shape_of
 from autopar.passes.partition import Assignment
+from autopar.passes.placement import can_split
+from autopar.passes.redistribute import MICROBATCHES
 from autopar.passes.rules.table import RuleTable
 from autopar.plan import Certificate, Constraints, Plan, Prediction, format_placement
-from autopar.search.estimate import Estimate, estimate
+from autopar.search.estimate import Estimate, Pipeline, estimate
 from autopar.search.first_choice import AxisWish, choose
+from autopar.search.stages import balanced_stages, run_costs
+
+CHUNKS = 2  # stages that a rank runs under the interleaved schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +34,20 @@ class Candidate:
     tp: int
     zero: int
     sequence_parallel: bool
+    pp: int = 1
+    microbatches: int = 1
+    schedule: str | None = None
 
     def wishes(self) -> tuple[AxisWish, ...]:
-        """The axes, data outermost: tensor-parallel ranks are neighbours."""
+        """The axes, data outermost: tensor-parallel ranks are neighbours; micro-batches split each data rank's rows."""
+        rows = (
+            (AxisWish(name=MICROBATCHES, size=self.microbatches, role="micro", blocks=self.dp),)
+            if self.pp > 1 or self.microbatches > 1
+            else ()
+        )
         return (
             AxisWish(name="dp", size=self.dp, role="data", zero=self.zero),
+            *rows,
             AxisWish(name="tp", size=self.tp, role="tensor", sequence_parallel=self.sequence_parallel),
         )
 
@@ -68,11 +83,11 @@ class Planner:
             ConstraintError: none does.
         """
         wish = self.constraints
-        refuse_pipelines(wish)
+        pp = wish.pp or 1
         sizes = [
-            (dp, world_size // dp)
+            (dp, world_size // dp // pp)
             for dp in range(1, world_size + 1)
-            if world_size % dp == 0 and wish.dp in (None, dp) and wish.tp in (None, world_size // dp)
+            if world_size % (dp * pp) == 0 and wish.dp in (None, dp) and wish.tp in (None, world_size // dp // pp)
         ]
         if not sizes:
             raise ConstraintError(
@@ -84,7 +99,40 @@ class Planner:
             for zero in (0, 3) if wish.zero is None else (wish.zero,):
                 if zero and dp == 1 and wish.zero is None:
                     continue
-                yield Candidate(dp=dp, tp=tp, zero=zero, sequence_parallel=bool(wish.sequence_parallel))
+                yield Candidate(
+                    dp=dp,
+                    tp=tp,
+                    zero=zero,
+                    sequence_parallel=bool(wish.sequence_parallel),
+                    pp=pp,
+                    microbatches=self.microbatches(dp),
+                    schedule=wish.schedule,
+                )
+
+    def microbatches(self, dp: int) -> int:
+        """Micro-batches of a data rank: as wished; a forward pass without backward takes what its rows allow.
+
+        Raises:
+            ConstraintError: the batch cannot be cut into as many.
+        """
+        wish = self.constraints.microbatches or 1
+        rows = max((r // dp for r in self.batch_rows() if r % dp == 0), default=0)
+        if wish == 1 or can_split(rows, wish):
+            return wish
+        possible = [m for m in range(1, rows + 1) if can_split(rows, m)]
+        if not self.step.training:
+            return max((m for m in possible if m <= wish), default=1)
+        have = ", ".join(map(str, sorted(set(self.batch_rows())))) or "no"
+        near = sorted(sorted(possible, key=lambda m: (abs(m - wish), m))[:6]) or [1]
+        raise ConstraintError(
+            f"microbatches={wish} is not possible: the batch inputs have {have} rows on {dp} data ranks, which every "
+            f"micro-batch needs at least one of; use one of {', '.join(map(str, near))}, or another batch size"
+        )
+
+    def batch_rows(self) -> list[int]:
+        """Sizes of the first dims of the batch inputs."""
+        nodes = batch_inputs(self.step.placeholders, self.step.inputs)
+        return [shape[0] for n in nodes if (shape := shape_of((n, 0)))]
 
     def prepared(self, split_batch: bool) -> Prepared:
         """The step in normal form (kept)."""
@@ -94,7 +142,7 @@ class Planner:
 
     def assign(self, candidate: Candidate) -> tuple[Assignment, list[str]]:
         """The first choice on the candidate's mesh."""
-        prepared = self.prepared(candidate.dp > 1)
+        prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
         return choose(prepared.normal, prepared.rows, candidate.wishes())
 
     def best(self, world_size: int) -> Plan:
@@ -102,8 +150,11 @@ class Planner:
         found = []
         for candidate in self.candidates(world_size):
             assignment, notes = self.assign(candidate)
-            prepared = self.prepared(candidate.dp > 1)
-            figures = estimate(prepared, assignment, self.cluster, self.optimizer, candidate.zero)
+            prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
+            pipeline = Pipeline(
+                stages=candidate.pp, microbatches=candidate.microbatches, all_forward=candidate.schedule == "gpipe"
+            )
+            figures = estimate(prepared, assignment, self.cluster, self.optimizer, candidate.zero, pipeline)
             found.append((figures, candidate, assignment, notes))
         budget = self.constraints.memory_bytes or self.cluster.device.memory_bytes
         fitting = [f for f in found if f[0].peak_bytes <= budget]
@@ -116,6 +167,14 @@ class Planner:
             notes = [*notes, f"predicted peak of {figures.peak_bytes / 1e9:.2f} GB is over the {budget / 1e9:.2f} GB of a device"]
         return self.plan(candidate, assignment, notes, figures)
 
+    def stages(self, candidate: Candidate) -> dict[str, int]:
+        """Stage of every run of a layer."""
+        if candidate.pp == 1:
+            return {}
+        costs = run_costs(self.prepared(candidate.dp * candidate.microbatches > 1), self.cluster, self.constraints)
+        chunks = CHUNKS if candidate.schedule == "interleaved" else 1
+        return balanced_stages(costs, candidate.pp * chunks)
+
     def recompute_layers(self) -> dict[str, str]:
         """What the constraints say of single layers, for the layers that differ from the rest."""
         general = self.constraints.recompute or "none"
@@ -125,28 +184,30 @@ class Planner:
 
     def plan(self, candidate: Candidate, assignment: Assignment, notes: list[str], figures: Estimate) -> Plan:
         """The plan that says what ``assignment`` says."""
-        prepared = self.prepared(candidate.dp > 1)
-        sizes = assignment.mesh.sizes
+        prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
+        kept = [a for a, axis in enumerate(assignment.mesh.axes) if axis != MICROBATCHES]
+        sizes = [assignment.mesh.sizes[a] for a in kept]
         choices = {
             name: tuple(c.label for c in per_axis)
             for name, per_axis in assignment.choices.items()
             if any(c.label != "R" for c in per_axis)
         }
         storage = {
-            name: tuple(format_placement(p, n) for p, n in zip(layout, sizes, strict=True))
+            name: tuple(format_placement(layout[a], n) for a, n in zip(kept, sizes, strict=True))
             for name, layout in assignment.storage.items()
         }
         return Plan.for_step(
             self.step,
             dp=candidate.dp,
             tp=candidate.tp,
-            pp=1,
+            pp=candidate.pp,
             zero=candidate.zero,
             sequence_parallel=candidate.sequence_parallel,
             recompute=self.constraints.recompute or "none",
             recompute_layers=self.recompute_layers(),
-            microbatches=1,
-            schedule=None,
+            microbatches=candidate.microbatches,
+            schedule=candidate.schedule if candidate.pp > 1 else None,
+            stages=self.stages(candidate),
             choices=choices,
             storage=storage,
             notes=(*notes, *unknown_notes(prepared.unknown), *tie_notes(self.step)),
@@ -158,14 +219,6 @@ class Planner:
             ),
             certificate=Certificate(gap=None, space="uniform plans: dp x tp x ZeRO, first choice per axis"),
         )
-
-
-def refuse_pipelines(wish: Constraints) -> None:
-    """What this version cannot do is refused before anything starts."""
-    if wish.pp not in (None, 1):
-        raise ConstraintError(f"pp={wish.pp} is not possible in this version; use pp=1 with dp and tp")
-    if wish.microbatches not in (None, 1):
-        raise ConstraintError(f"microbatches={wish.microbatches} is not possible in this version; use 1")
 
 
 def unknown_notes(unknown: tuple[fx.Node, ...]) -> list[str]:

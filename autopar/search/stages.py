@@ -1,0 +1,170 @@
+"""Cuts of a pipeline: stages of about equal predicted cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cost_models.cluster import Cluster
+from autopar.cost_models.errors import ConstraintError
+from autopar.lower.prepare import Prepared
+from autopar.passes.base import InputKind
+from autopar.passes.options import shape_of, value_of
+from autopar.passes.partition import fake_of
+from autopar.passes.split_stages import Run, layer_runs
+from autopar.plan import Constraints, layer_matches
+from autopar.search.first_choice import row_flops
+
+BACKWARD_WORK = 3.0  # forward and backward together, in forwards
+STATE = 0.5  # share of the balance that goes to the bytes of parameters, the rest to time
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """One run of a layer: its share of the step's time and of its parameters' bytes, and the stage it must be on."""
+
+    run: Run
+    weight: float
+    crossing_bytes: float
+    stage: int | None
+    inside_block: bool
+
+
+def run_costs(prepared: Prepared, cluster: Cluster, constraints: Constraints) -> list[RunCost]:
+    """The runs of the forward with what they cost."""
+    runs = layer_runs(prepared.normal)
+    device = cluster.device
+    per_flop = 1.0 / (device.peak("fp32") * device.matmul_efficiency)
+    per_byte = 1.0 / (device.memory_bytes_per_s * device.memory_efficiency)
+    times = [sum(node_seconds(n, prepared, per_flop, per_byte) for n in run.nodes) for run in runs]
+    held = parameter_bytes(prepared, runs)
+    total_s, total_bytes = sum(times) or 1.0, sum(held) or 1.0
+    crossing = crossing_bytes(runs)
+    blocks = [path for group in prepared.step.repeated for path in group]
+    found = []
+    for i, run in enumerate(runs):
+        after = runs[i + 1].layer if i + 1 < len(runs) else ""
+        inside = any(within(run.layer, b) and within(after, b) for b in blocks)
+        found.append(
+            RunCost(
+                run=run,
+                weight=(1 - STATE) * times[i] / total_s + STATE * held[i] / total_bytes,
+                crossing_bytes=crossing[i],
+                stage=wished_stage(constraints, run.layer),
+                inside_block=inside,
+            )
+        )
+    return found
+
+
+def within(layer: str, block: str) -> bool:
+    """Whether a layer is a block or lies inside it."""
+    return layer == block or layer.startswith(block + ".")
+
+
+def wished_stage(constraints: Constraints, layer: str) -> int | None:
+    """The stage that the constraints give to a layer."""
+    found = None
+    for pattern, wishes in constraints.layers.items():
+        if wishes.get("stage") is not None and layer_matches(pattern, layer):
+            found = int(wishes["stage"])
+    return found
+
+
+def node_seconds(node: fx.Node, prepared: Prepared, per_flop: float, per_byte: float) -> float:
+    """Time of one call: its work, or the bytes that it touches."""
+    row = prepared.rows.get(node)
+    work = row_flops(node, row) * per_flop if row is not None else 0.0
+    value = node.meta.get("val")
+    touched = value.numel() * value.dtype.itemsize * per_byte if hasattr(value, "numel") else 0.0
+    return max(work, touched)
+
+
+def parameter_bytes(prepared: Prepared, runs: Sequence[Run]) -> list[float]:
+    """Bytes of the parameters that each run is the first to use."""
+    step = prepared.normal
+    parameters = {n for n, s in zip(step.placeholders, step.inputs, strict=True) if s.kind is InputKind.PARAMETER}
+    found = []
+    for run in runs:
+        used = {s for n in run.nodes for s in n.all_input_nodes if s in parameters}
+        parameters -= used
+        found.append(float(sum(math.prod(shape_of((p, 0))) * fake_of((p, 0)).dtype.itemsize for p in used)))
+    return found
+
+
+def crossing_bytes(runs: Sequence[Run]) -> list[float]:
+    """Bytes of the forward values that are needed after each run."""
+    place = {n: i for i, run in enumerate(runs) for n in run.nodes}
+    last: dict[fx.Node, int] = {}
+    for node, i in place.items():
+        for source in node.all_input_nodes:
+            if source in place:
+                last[source] = max(last.get(source, 0), i)
+    out = [0.0] * len(runs)
+    for node, until in last.items():
+        fake = node.meta.get("val")
+        if hasattr(fake, "numel"):
+            size = float(fake.numel() * fake_of(value_of(node)).dtype.itemsize)
+            for i in range(place[node], until):
+                out[i] += size
+    return out
+
+
+def balanced_stages(costs: Sequence[RunCost], num_stages: int) -> dict[str, int]:
+    """Stage of every run: the cut with the smallest largest stage, among those of nearly equal ones that with the least to send.
+
+    minimise  max over stages of (sum of weights)  +  a little of the bytes that cross the cuts
+
+    Raises:
+        ConstraintError: wished stages go against the order in which the layers run.
+    """
+    n = len(costs)
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost.weight)
+    largest = max((c.crossing_bytes for c in costs), default=0.0) or 1.0
+    outside = [i + 1 for i, c in enumerate(costs[:-1]) if not c.inside_block]
+    forced = any(c.stage is not None for c in costs)
+    cuts = outside if len(outside) >= 2 * num_stages and not forced else list(range(1, n))
+    ends = sorted({0, n, *cuts})
+    price = {e: 0.02 * costs[e - 1].crossing_bytes / largest / num_stages if 0 < e < n else 0.0 for e in ends}
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        new: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in ends:
+            options = []
+            for start, (most, extra, at) in best.items():
+                if start <= end and all(c.stage in (None, stage) for c in costs[start:end]):
+                    load = before[end] - before[start]
+                    added = price[end] if start < end else 0.0
+                    options.append((max(most, load), extra + added, (*at, end)))
+            if options:
+                new[end] = min(options, key=lambda o: (o[0] + o[1], len(set(o[2]))))
+        best = new
+    if n not in best:
+        wished = [f"{c.run.name}: {c.stage}" for c in costs if c.stage is not None]
+        raise ConstraintError(
+            f"the stages wished for ({', '.join(wished[:6])}) do not fit {num_stages} stages in the order in which the "
+            f"layers run ({', '.join(c.run.name or 'code outside layers' for c in costs[:6])}, ...)"
+        )
+    return stages_of(costs, best[n][2])
+
+
+def stages_of(costs: Sequence[RunCost], ends: Sequence[int]) -> dict[str, int]:
+    """Stage of every run, given where each stage ends."""
+    found, start = {}, 0
+    for stage, end in enumerate(ends):
+        found.update({cost.run.name: stage for cost in costs[start:end]})
+        start = end
+    return found
+
+
+def uneven(costs: Sequence[RunCost], stages: Mapping[str, int], num_stages: int) -> float:
+    """Share of the step that the heaviest stage has."""
+    loads = [0.0] * num_stages
+    for cost in costs:
+        loads[stages[cost.run.name]] += cost.weight
+    return max(loads)
