@@ -79,6 +79,7 @@ __all__ = [
     "plain_output",
     "preserve_node_meta",
     "pytree",
+    "share_found_inf",
     "quiet_failures",
     "redirected_autocast",
     "tangent_of",
@@ -234,6 +235,24 @@ def checkpoint_regions(region: Callable[[], contextlib.AbstractContextManager[No
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """``DTensor.from_local(local, spec.mesh, spec.placements)`` without its checks and its place in autograd."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def share_found_inf() -> None:
+    """Make ``torch.amp.GradScaler`` skip a step on all ranks when any rank of the gradients' mesh overflows.
+
+    DTensor's own handler (torch 2.13, 2.14) looks at the first gradient of a list only: where that one is replicated, an
+    overflow in a shard of another stays unseen on the other ranks, and their weights part for ever.
+    """
+    check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    DTensor._op_dispatcher._custom_op_handlers[check] = _check_and_unscale
+
+
+def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    gradients, found_inf, inverse_scale = args
+    op([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found_inf, inverse_scale, **kwargs)
+    for mesh in {g.device_mesh for g in gradients if isinstance(g, DTensor)}:
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:

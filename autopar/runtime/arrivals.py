@@ -45,14 +45,18 @@ class Arrival:
         """The tensor leaves with their positions."""
         return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
 
-    def check_devices(self, device: torch.device) -> None:
-        """Refuse inputs on another device than the module's; meta and fake ones stand for inputs that come later.
+    def check_devices(self, device: torch.device, *, example: bool) -> None:
+        """Refuse inputs on another device than the module's.
+
+        Args:
+            device: the module's.
+            example: whether this is a call to compile for, whose inputs may be on meta.
 
         Raises:
             InputError: naming the input.
         """
         for i, tensor in self.tensors:
-            if tensor.device != device and not tensor.is_meta:
+            if tensor.device != device and not (example and tensor.is_meta):
                 raise InputError(
                     f"{self.names[i]} is on {tensor.device} and the model is on {device}: move it there with "
                     f".to({str(device)!r})"

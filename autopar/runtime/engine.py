@@ -34,7 +34,7 @@ from autopar.runtime.runner import Compiled, Home, Runner
 from autopar.runtime.seed import GradientSeed
 from autopar.runtime.state import ModelState, Pair, check_same_model
 from autopar.runtime.world import World
-from autopar.torch_private import DTensorSpec
+from autopar.torch_private import DTensorSpec, share_found_inf
 
 MAX_PROGRAMS = 16
 AUTOCAST = 2  # position in a key
@@ -184,7 +184,7 @@ class Engine:
             (old, new) for every parameter and buffer that was replaced.
         """
         check_same_model(self.state, self.world)
-        arrival = self._arrival(args, kwargs, targets)
+        arrival = self._arrival(args, kwargs, targets, example=True)
         _, signature = self.world.together("reading the inputs", lambda: read_call(args, kwargs, targets))
         key = self._key(on_device(signature, self.world.device))
         compiled, layouts = self._compiled(arrival)
@@ -197,6 +197,8 @@ class Engine:
         }
         pairs = self.state.place(self.world, self.groups, stored.__getitem__)
         self._read_slots()
+        if self.groups is not None:
+            share_found_inf()
         self._home = Home(
             state=self.state,
             world=self.world,
@@ -214,10 +216,10 @@ class Engine:
         compiled, layouts = self._compiled(arrival)
         return self._keep(key, compiled, layouts)
 
-    def _arrival(self, args: Any, kwargs: Any, targets: Any) -> Arrival:  # noqa: ANN401 - whatever users pass
+    def _arrival(self, args: Any, kwargs: Any, targets: Any, *, example: bool = False) -> Arrival:  # noqa: ANN401
         def read() -> Arrival:
             arrival = Arrival.of(args, kwargs, targets)
-            arrival.check_devices(self.world.device)
+            arrival.check_devices(self.world.device, example=example)
             return arrival
 
         return self.world.together("reading the inputs", read)
