@@ -9,6 +9,7 @@ from autopar.report.rows import Kind, Row, View
 from autopar.report.text import plural, quantity
 
 _CODE_WIDTH = 72
+_NAMED = 3  # tensors that a communication's comment names before it counts
 _ARGUMENTS_WIDTH = 96
 
 
@@ -107,4 +108,6 @@ def communication_text(row: Row) -> str:
     if talk is None:
         return ""
     ranks = plural(talk.num_ranks, "rank")
-    return f"moves {quantity(talk.moved_bytes, 'B')} over {talk.group} ({ranks}) for {talk.serves}"
+    served = ", ".join(talk.serves[:_NAMED])
+    more = f" and {len(talk.serves) - _NAMED} more" if len(talk.serves) > _NAMED else ""
+    return f"moves {quantity(talk.moved_bytes, 'B')} over {talk.group} ({ranks}) for {served}{more}"

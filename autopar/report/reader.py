@@ -234,27 +234,38 @@ def _moved_share(op: str, num_ranks: int) -> float:
     return float(formula(*_COLLECTIVES[op]).moved.subs({N: num_ranks, S: 1}))
 
 
-def _served(node: fx.Node, roles: Mapping[fx.Node, tuple[str, ...]], labels: Mapping[str, str]) -> str:
-    """The tensor that a communication is for: an input, an output of the step, else the value that it takes in."""
-    source = _follow(node, forwards=False)
-    if source.op == "placeholder" and source.name in labels:
-        return labels[source.name]
-    user = _follow(node, forwards=True, stop=roles)
-    if user in roles:
-        return ", ".join(roles[user])
-    layer = source.meta.get("layer", "")
-    return str(source.meta.get("origin", source.name)) + (f" of {layer}" if layer else "")
+def _served(node: fx.Node, roles: Mapping[fx.Node, tuple[str, ...]], labels: Mapping[str, str]) -> tuple[str, ...]:
+    """The tensors that a communication is for: inputs, outputs of the step, else the values that it takes in."""
+    sources = dict.fromkeys(_sources(node))
+    named = [labels[source.name] for source in sources if source.op == "placeholder" and source.name in labels]
+    if len(named) == len(sources):
+        return tuple(named)
+    returned = [role for user in dict.fromkeys(_uses(node)) for role in roles.get(user, ())]
+    return tuple(returned or map(_origin, sources))
 
 
-def _follow(node: fx.Node, *, forwards: bool, stop: Mapping[fx.Node, object] | None = None) -> fx.Node:
-    """The end of the chain of views, waits and copies that starts at ``node``."""
-    while stop is None or node not in stop:
-        around = list(node.users) if forwards else node.all_input_nodes
-        if len(around) != 1 or around[0].op == "output":
-            return node
-        following = around[0]
-        moving = following if forwards else node
-        if not (_kind(moving) in (Kind.VIEW, Kind.WAIT, Kind.COMMUNICATION) or _call(moving) in _COPIES):
-            return node
-        node = following
-    return node
+def _origin(node: fx.Node) -> str:
+    layer = node.meta.get("layer", "")
+    return str(node.meta.get("origin", node.name)) + (f" of {layer}" if layer else "")
+
+
+def _passes_on(node: fx.Node) -> bool:
+    """Whether a node's result is its arguments' data, moved, joined or looked at otherwise."""
+    return _kind(node) in (Kind.VIEW, Kind.WAIT, Kind.COMMUNICATION) or _call(node) in _COPIES
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """Where the data of a node that passes it on was made."""
+    for source in node.all_input_nodes:
+        if _passes_on(source):
+            yield from _sources(source)
+        else:
+            yield source
+
+
+def _uses(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and all that pass its data on."""
+    yield node
+    for user in node.users:
+        if _passes_on(user):
+            yield from _uses(user)

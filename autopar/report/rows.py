@@ -71,14 +71,18 @@ class Communication:
         group: mesh axis, or several joined by "+".
         num_ranks: members of the group.
         moved_bytes: bytes that this rank's link carries in one direction, for the ring (or direct) algorithm.
-        serves: the tensor that it is for.
+        serves: the tensors that it is for: names of parameters, ``gradient of`` them, or the value that is moved.
     """
 
     op: str
     group: str
     num_ranks: int
     moved_bytes: int
-    serves: str
+    serves: tuple[str, ...]
+
+    def belongs_to(self, layer: str) -> bool:
+        """Whether it moves a parameter or a gradient of a layer that fits the pattern ``layer``."""
+        return any(layer_matches(layer, name.removeprefix("gradient of ")) for name in self.serves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,8 @@ def select(view: View, *, layer: str | None = None, only: Only | None = None) ->
     """The rows that belong to a layer that fits the pattern ``layer``, and that are what ``only`` says."""
 
     def keep(row: Row) -> bool:
-        if layer is not None and not layer_matches(layer, row.layer):
+        talk = row.communication
+        if layer is not None and not (layer_matches(layer, row.layer) or (talk and talk.belongs_to(layer))):
             return False
         if only is Only.GRADIENTS:
             return any(role.startswith("gradient") for role in row.roles)

@@ -98,8 +98,36 @@ def test_a_collective_says_its_bytes_its_group_and_what_it_serves(program):
     first, *_, last = [row.communication for row in view.rows if row.kind is Kind.COMMUNICATION]
     full_bytes = ROWS * WIDTH * 4
     assert (first.op, first.group, first.num_ranks, first.moved_bytes) == ("all_reduce", "tp", 2, full_bytes)
-    assert first.serves == "mm_0 of blocks.0.down"
-    assert (last.group, last.serves) == ("dp", "gradient of blocks.0.down.weight")
+    assert first.serves == ("mm_0 of blocks.0.down",)
+    assert (last.group, last.serves) == ("dp", ("gradient of blocks.0.down.weight",))
+
+
+def test_a_bucket_belongs_to_every_layer_that_it_serves():
+    sketch = Sketch()
+    values = [sketch.input(f"p{i}", (i + 1, 2)) for i in range(5)]
+    gathered = sketch.call(c10d.all_gather_into_tensor_coalesced.default, values, 2, "dp")
+    flat = sketch.call(aten.cat.default, [sketch.call(aten.view.default, value, [-1]) for value in values])
+    reduced = sketch.wait(c10d.all_reduce.default, flat, "sum", "dp")
+    pieces = [sketch.call(aten.slice.Tensor, reduced, 0, i, i + 2) for i in range(5)]
+    program = Program(
+        graph_module=sketch.module([gathered, *pieces]),
+        inputs=tuple(InputSpec(kind=InputKind.PARAMETER, name=f"blocks.{i}.weight") for i in range(5)),
+        outputs=(
+            OutputSpec(kind=OutputKind.RESULT, name="result[0]"),
+            *(OutputSpec(kind=OutputKind.GRADIENT, name=f"blocks.{i}.weight") for i in range(5)),
+        ),
+        input_tensors=(),
+        output_tensors=(),
+        mesh=MESH,
+        rank=0,
+    )
+    gather, reduction = (row for row in view_program(program).rows if row.communication)
+    assert gather.communication.serves == tuple(f"blocks.{i}.weight" for i in range(5))
+    assert gather.communication.moved_bytes == sum((i + 1) * 2 * 4 for i in range(5))
+    text = dump(program, only="collectives", layer="blocks.3")
+    assert "for blocks.0.weight, blocks.1.weight, blocks.2.weight and 2 more" in text
+    assert reduction.name in text
+    assert "all_reduce" not in dump(program, only="collectives", layer="blocks.9")
 
 
 @pytest.mark.parametrize(
