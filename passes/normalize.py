@@ -145,8 +145,21 @@ def nll_forward(emitter: Emitter, call: Call) -> Any:
     if call["reduction"] != MEAN:
         return None
     pair = emitter.call(call.op, call["self"], call["target"], call["weight"], SUM, call["ignore_index"])
-    total, weight = emitter.getitem(pair, 0), emitter.getitem(pair, 1)
+    total, weight = emitter.getitem(pair, 0), total_weight(emitter, call)
     return emitter.call("div.Tensor", total, weight), weight
+
+
+def total_weight(emitter: Emitter, call: Call) -> fx.Node:
+    """The weight of all valid targets, from the targets alone: it is known before the forward has run."""
+    scores = call["self"].meta["val"]
+    if not call.has("weight"):
+        valid = emitter.call("ne.Scalar", call["target"], call["ignore_index"])
+        count = emitter.call("sum.default", emitter.call("_to_copy", valid, dtype=torch.float32))
+        return count if scores.dtype is torch.float32 else emitter.call("_to_copy", count, dtype=scores.dtype)
+    zero = emitter.call("zeros", [1] * scores.dim(), dtype=scores.dtype, device=scores.device)
+    blank = emitter.call("expand", zero, list(scores.shape))
+    pair = emitter.call(call.op, blank, call["target"], call["weight"], SUM, call["ignore_index"])
+    return emitter.getitem(pair, 1)
 
 
 def nll_backward(emitter: Emitter, call: Call) -> Any:
