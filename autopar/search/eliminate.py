@@ -96,7 +96,7 @@ class Elimination:
             if v in done or degree != len(self.neighbours[v]):
                 continue
             cells = self.sizes[v] * math.prod(self.sizes[w] for w in self.neighbours[v])
-            if cells > self.max_cells:
+            if cells > self.max_cells and self.neighbours[v]:
                 self.exact = False
                 touched = self._fix(max(self.neighbours[v], key=self._clearness))
             else:
@@ -122,7 +122,7 @@ class Elimination:
 
     def _clearness(self, v: Hashable) -> float:
         costs = np.sort(self._local_costs(v))
-        return float(costs[1] - costs[0]) if len(costs) > 1 else math.inf
+        return float(costs[1] - costs[0]) if len(costs) > 1 and math.isfinite(costs[1]) else math.inf
 
     def _fix(self, v: Hashable) -> list[Hashable]:
         best = int(self._local_costs(v).argmin())
