@@ -50,6 +50,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # annotate, preserve_node_meta: user annotations on the nodes that a trace records, as ``torch.export`` keeps them.
+from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.fx.traceback import annotate, preserve_node_meta
 
 # pytree: the flattening of nested containers that ``torch.export`` and ``torch.func`` use for arguments and results.
@@ -264,3 +265,14 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> N
 def foreach_norm(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     """``torch.linalg.vector_norm`` of every tensor, with one kernel where the device has it."""
     return list(torch._foreach_norm(tensors, order)) if tensors else []
+
+
+def group_named(name: str) -> torch.distributed.ProcessGroup:
+    """The process group that functional collectives know by ``name``."""
+    group: torch.distributed.ProcessGroup = _resolve_process_group(name)
+    return group
+
+
+def register_work(handle: torch.Tensor, work: torch.distributed.Work) -> None:
+    """Let ``wait_tensor(handle)`` wait for ``work``."""
+    _register_work(handle, work)
