@@ -16,6 +16,9 @@ import torch.utils.checkpoint
 from torch import fx, nn
 
 # config: here only which autocast state the backward half is traced under.
+# _register_work, _resolve_process_group: what functional collectives use to find a group by its name and to note the
+# work that ``wait_tensor`` waits for.
+from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch._functorch import config as functorch_config
 
 # aot_export_joint_with_descriptors: the joint forward and backward graph that ``torch.compile`` traces before it
@@ -50,7 +53,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # annotate, preserve_node_meta: user annotations on the nodes that a trace records, as ``torch.export`` keeps them.
-from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.fx.traceback import annotate, preserve_node_meta
 
 # pytree: the flattening of nested containers that ``torch.export`` and ``torch.func`` use for arguments and results.
