@@ -15,10 +15,11 @@ import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 
-# config: here only which autocast state the backward half is traced under.
 # _register_work, _resolve_process_group: what functional collectives use to find a group by its name and to note the
 # work that ``wait_tensor`` waits for.
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
+
+# config: here only which autocast state the backward half is traced under.
 from torch._functorch import config as functorch_config
 
 # aot_export_joint_with_descriptors: the joint forward and backward graph that ``torch.compile`` traces before it
