@@ -134,7 +134,6 @@ def test_a_pattern_that_fits_no_layer_is_refused():
 # ---- plans
 
 names = st.text(string.ascii_lowercase + "._0123456789[]", min_size=1, max_size=12)
-labels = st.tuples(st.text(max_size=5), st.text(max_size=5))
 placements = st.one_of(
     st.just(Replicate()),
     st.sampled_from(["sum", "max", "min"]).map(Partial),
@@ -158,7 +157,8 @@ def stored_tensors(draw, kind, sizes):
 
 @st.composite
 def plans(draw):
-    dp, tp, pp = (draw(st.integers(1, 4)) for _ in range(3))
+    dp, tp, pp, microbatches = (draw(st.integers(1, 4)) for _ in range(4))
+    labels = st.tuples(*[st.text(max_size=5)] * (2 if pp * microbatches == 1 else 3))
     stored = st.sampled_from([k.value for k in InputKind]).flatmap(lambda kind: stored_tensors(kind, (dp, tp)))
     tensors = draw(st.dictionaries(names, stored, max_size=3))
     figures = st.integers(0, 10**18)
@@ -171,7 +171,7 @@ def plans(draw):
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from(RECOMPUTE)),
         recompute_layers=draw(st.dictionaries(names, st.sampled_from(RECOMPUTE), max_size=2)),
-        microbatches=draw(st.integers(1, 8)),
+        microbatches=microbatches,
         schedule=draw(st.sampled_from([None, *SCHEDULES])),
         stages=draw(st.dictionaries(names, st.integers(0, pp - 1), max_size=3)),
         choices=draw(st.dictionaries(names, labels, max_size=3)),
@@ -329,7 +329,7 @@ def test_explain_folds_repeated_layers_and_counts_bytes():
     plan = make_plan(
         pp=2,
         stages={f"blocks.{i}": i // 6 for i in range(12)},
-        choices={"mm": ("b", "n"), "mm_1": ("b", "k")},
+        choices={"mm": ("b", "b", "n"), "mm_1": ("b", "b", "k")},
         notes=("head.weight is tied to tok.weight",),
         storage={name: ("R", "S(0)") for name in infos if name != "tok.weight"},
     )
@@ -340,8 +340,8 @@ def test_explain_folds_repeated_layers_and_counts_bytes():
     assert "0: blocks.{0-5}" in text
     assert "1: blocks.{6-11}" in text
     assert [line.split() for line in text.splitlines() if line.startswith("  mm ")] == [
-        ["mm", "1", "b", "k"],
-        ["mm", "1", "b", "n"],
+        ["mm", "1", "b", "b", "k"],
+        ["mm", "1", "b", "b", "n"],
     ]
     assert "is tied to" in text
 

@@ -105,7 +105,7 @@ def _stages(plan: Plan) -> Iterator[str]:
 def _choices(plan: Plan) -> list[str]:
     """The calls that are split, by operation and by the factor that each axis splits; views follow what they view."""
     counts = Counter((_NUMBERED.sub("", name), labels) for name, labels in plan.choices.items())
-    rows = [["operations", "calls", *plan.mesh.axes]]
+    rows = [["operations", "calls", *plan.work_mesh.axes]]
     for (operation, labels), count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         if operation not in VIEWS:
             rows.append([f"  {operation}", str(count), *labels])

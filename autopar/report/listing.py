@@ -9,6 +9,7 @@ from autopar.report.rows import Kind, Row, View
 from autopar.report.text import plural, quantity
 
 _CODE_WIDTH = 72
+_SHAPES = 6  # results whose shapes a comment tells before it counts
 _NAMED = 3  # tensors that a communication's comment names before it counts
 _ARGUMENTS_WIDTH = 96
 
@@ -37,19 +38,17 @@ def summary(view: View) -> Iterator[str]:
 def _function(name: str, rows: Sequence[Row], *, folds: bool) -> Iterator[str]:
     arguments = ", ".join(row.name for row in rows if is_input(row))
     yield f"def {name}({arguments}):" if len(arguments) <= _ARGUMENTS_WIDTH else f"def {name}(*inputs):"
-    place: tuple[object, ...] = ()
-    source = ""
+    place = source = ""
     for run in fold(rows) if folds else runs(rows):
         if run.like:
             yield from ("", f"    # ---- {_phase(run)}{fold_title(run)}")
-            place, source = (), ""
+            place = source = ""
             continue
         for row in run.rows:
-            here = (row.phase, row.layer, is_input(row))
-            if here != place and row.kind is not Kind.OUTPUT:
-                yield from ("", f"    # ---- {_place(row)}")
-            place = here
-            if row.source and row.source != source:
+            if row.kind is not Kind.OUTPUT and _place(row) != place:
+                place = _place(row)
+                yield from ("", f"    # ---- {place}")
+            if row.source not in ("", source) and not is_input(row):
                 yield f"    # {row.source}"
             source = row.source or source
             yield f"    {code(row):<{_CODE_WIDTH}}  # {comment(row)}".rstrip(" #")
@@ -66,7 +65,7 @@ def _phase(run: Run) -> str:
 
 def _place(row: Row) -> str:
     if is_input(row):
-        return f"inputs of {row.layer}" if row.layer else "inputs"
+        return f"inputs of {row.layer}" if row.layer and row.label else "inputs"
     return f"{row.phase.value if row.phase else 'step'} {row.layer or '(outside any layer)'}"
 
 
@@ -96,6 +95,8 @@ def comment(row: Row) -> str:
 
 def shapes(row: Row) -> str:
     """Local shapes, and the global one where it differs."""
+    if len(row.local) > _SHAPES:
+        return f"{len(row.local)} tensors, {quantity(sum(tensor.num_bytes for tensor in row.local), 'B')}"
     local = ", ".join(map(str, row.local))
     if row.global_shape is None or len(row.local) != 1 or row.local[0].shape == row.global_shape:
         return local

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.cost_models.collectives import Algorithm, Collective, N, S, formula
-from autopar.passes.base import InputKind, OutputKind, OutputSpec, Program
+from autopar.passes.base import InputKind, Mesh, OutputKind, OutputSpec, Program
 from autopar.plan import format_placement
 from autopar.report.rows import Communication, Kind, LocalTensor, Row, View
 from autopar.report.text import VIEWS
@@ -67,6 +68,8 @@ class _Reader:
         specs = iter(self.program.inputs)
         roles, labels = self._roles(), self._input_labels()
         for node in self.graph_module.graph.nodes:
+            if _part_of(node) is not None:
+                continue
             kind, label = _kind(node), ""
             if node.op == "placeholder":
                 spec = next(specs, None)
@@ -78,7 +81,7 @@ class _Reader:
                 kind=kind,
                 call=_call(node),
                 arguments=_arguments(node),
-                inputs=tuple(dict.fromkeys(n.name for n in node.all_input_nodes)),
+                inputs=tuple(dict.fromkeys((_part_of(n) or n).name for n in node.all_input_nodes)),
                 label=label,
                 layer=label.split(" = ")[0].rpartition(".")[0] if is_state else node.meta.get("layer", ""),
                 phase=node.meta.get("phase"),
@@ -98,16 +101,19 @@ class _Reader:
             return found
         for spec, value in zip(self.program.outputs, values, strict=True):
             if isinstance(value, fx.Node):
-                found[value] = (*found.get(value, ()), _role(spec))
+                place = _part_of(value) or value
+                found[place] = (*found.get(place, ()), _role(spec))
         return found
 
     def _layout(self, node: fx.Node) -> tuple[str, ...]:
         layout, mesh = node.meta.get("layout"), self.program.mesh
-        if not isinstance(layout, tuple) or len(layout) != len(mesh.axes):
+        if not isinstance(layout, tuple):
             return ()
+        axes = _work_axes(mesh, len(layout))
+        sizes = [mesh.axis_size(axis) if axis in mesh.axes else 1 for axis in axes]
         return tuple(
             f"{axis}:{format_placement(placement, size)}"
-            for axis, size, placement in zip(mesh.axes, mesh.sizes, layout, strict=True)
+            for axis, size, placement in zip(axes, sizes, layout, strict=True)
             if size > 1
         )
 
@@ -132,6 +138,16 @@ class _Reader:
     def _input_labels(self) -> dict[str, str]:
         placeholders = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
         return {n.name: spec.name for n, spec in zip(placeholders, self.program.inputs, strict=False)}
+
+
+def _work_axes(mesh: Mesh, num_axes: int) -> tuple[str, ...]:
+    """The axes over which work is split: not the stages, and the micro-batches where a layout has an entry more.
+
+    >>> _work_axes(Mesh(axes=("pp", "dp", "tp"), sizes=(2, 2, 2)), 3)
+    ('dp', 'mb', 'tp')
+    """
+    axes = tuple(axis for axis in mesh.axes if axis != "pp")
+    return axes if num_axes == len(axes) else (*axes[:-1], "mb", *axes[-1:])
 
 
 def _role(spec: OutputSpec) -> str:
@@ -171,21 +187,48 @@ def _arguments(node: fx.Node) -> str:
         return ""
     if node.op == "output":
         return _text(node.args[0])
-    texts = [_text(value) for value in node.args]
-    return ", ".join([*texts, *(f"{key}={_text(value)}" for key, value in node.kwargs.items())])
+    return ", ".join([*_texts(node.args), *(f"{key}={_text(value)}" for key, value in node.kwargs.items())])
+
+
+def _part_of(node: fx.Node) -> fx.Node | None:
+    """The call of a sub-program of which ``node`` is one result; such results are not shown as nodes of their own."""
+    if _call(node) != "getitem":
+        return None
+    source = node.args[0]
+    return source if isinstance(source, fx.Node) and source.op == "call_module" else None
+
+
+def _texts(values: Sequence[object]) -> list[str]:
+    """Arguments as Python text; neighbouring results of one sub-program become ``*part[3:7]``."""
+    texts: list[str] = []
+    for (part, shift), group in itertools.groupby(enumerate(values), key=lambda item: _run_of(*item)):
+        items = list(group)
+        if part is None or len(items) == 1:
+            texts += [_text(value) for _, value in items]
+        else:
+            texts.append(f"*{part.name}[{items[0][0] + shift}:{items[-1][0] + shift + 1}]")
+    return texts
+
+
+def _run_of(position: int, value: object) -> tuple[fx.Node | None, int]:
+    """What neighbouring results of one sub-program have in common: the call, and their index less their position."""
+    if not isinstance(value, fx.Node) or (part := _part_of(value)) is None:
+        return None, 0
+    return part, int(str(value.args[1])) - position
 
 
 def _text(value: object) -> str:
     """An argument as Python text."""
     match value:
         case fx.Node():
-            text = value.name
+            part = _part_of(value)
+            text = value.name if part is None else f"{part.name}[{value.args[1]}]"
         case Mapping():
             text = "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
         case tuple():
-            text = "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
+            text = "(" + ", ".join(_texts(value)) + ("," if len(value) == 1 else "") + ")"
         case list():
-            text = "[" + ", ".join(map(_text, value)) + "]"
+            text = "[" + ", ".join(_texts(value)) + "]"
         case torch.device():
             text = repr(str(value))
         case float() if not math.isfinite(value):

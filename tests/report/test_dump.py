@@ -1,7 +1,9 @@
 """Dumps of a rank's program: what each format says, what filters leave, what folding tells once."""
 
 import ast
+import dataclasses
 import json
+import operator
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -286,6 +288,20 @@ def test_every_format_survives_names_that_need_escapes(format):
         assert 'a\\"<&b' in text
 
 
+def test_layouts_name_the_axes_over_which_work_is_split():
+    """Stages hold whole layers, and micro-batches are an axis of the work that no rank stands on."""
+    program = Blocks().make(1)
+    for node in program.graph_module.graph.nodes:
+        if "layout" in node.meta:
+            dp, tp = node.meta["layout"]
+            node.meta["layout"] = (dp, Shard(0, 1, 4), tp)
+    program = dataclasses.replace(program, mesh=Mesh(axes=("pp", "dp", "tp"), sizes=(2, 2, 2)), rank=5)
+    text = dump(program)
+    assert "# rank 5 of 8 (pp 1/2, dp 0/2, tp 1/2)" in text
+    (relu,) = [row for row in view_program(program).rows if row.name == "relu"]
+    assert relu.layout == ("dp:S(0)", "tp:S(1)")
+
+
 def test_unknown_format_and_filter_are_refused_with_those_that_exist(program):
     with pytest.raises(UsageError, match="'png' is unknown; use one of text, json, dot, svg"):
         dump(program, "png")
@@ -327,3 +343,38 @@ def test_differences_are_told_by_layer_and_once_for_copies(program):
     assert changes.splitlines()[0] == "backward blocks.{0-2}.down"
     assert [line.split("  ")[1][:12] for line in changes.splitlines()[1:]] == ["- all_reduce", "+ all_reduce"]
     assert diff_programs(program, other, layer="blocks.*.up") == ""
+
+
+def test_results_of_a_part_are_named_by_it():
+    inner = Sketch()
+    a = inner.input("a", (2,))
+    inner_module = inner.module([inner.call(aten.relu.default, a), inner.call(aten.neg.default, a), a])
+    root = torch.nn.Module()
+    root.add_module("stage_0", inner_module)
+    graph = fx.Graph(root)
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2)
+    call = graph.call_module("stage_0", (x,))
+    results = [graph.call_function(operator.getitem, (call, i)) for i in (0, 1, 2)]
+    joined = graph.call_function(aten.stack.default, (results[:2],))
+    graph.output((joined, results[2]))
+    outputs = (
+        OutputSpec(kind=OutputKind.LOSS, name="loss"),
+        OutputSpec(kind=OutputKind.GRADIENT, name="w"),
+    )
+    program = Program(
+        graph_module=fx.GraphModule(root, graph),
+        inputs=(InputSpec(kind=InputKind.BATCH, name="args[0]"),),
+        outputs=outputs,
+        input_tensors=(),
+        output_tensors=(),
+        mesh=Mesh(axes=("dp",), sizes=(1,)),
+        rank=0,
+    )
+    text = dump(program)
+    ast.parse(text)
+    assert "aten.stack([*stage_0[0:2]])" in text
+    assert "return (stack, stage_0[2])" in text
+    nodes = {node["name"]: node for node in json.loads(dump(program, "json"))["nodes"]}
+    assert nodes["stack"]["inputs"] == ["stage_0"]
+    assert nodes["stage_0"]["roles"] == ["gradient of w"]
