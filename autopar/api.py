@@ -166,6 +166,10 @@ class Options:
 
     def like(self, plan: Plan) -> Options:
         """The options for another kind of call of a module that is laid out by ``plan``."""
+        layers = dict(self.constraints.layers)
+        if plan.pp > 1 and plan.num_stages == plan.pp:
+            for layer in sorted(filter(None, plan.stages), key=lambda path: path.count(".")):
+                layers[layer] = {**layers.pop(layer, {}), "stage": plan.stages[layer]}
         fixed = dataclasses.replace(
             self.constraints,
             dp=plan.dp,
@@ -173,6 +177,9 @@ class Options:
             pp=plan.pp,
             zero=plan.zero,
             sequence_parallel=plan.sequence_parallel,
+            microbatches=plan.microbatches,
+            schedule=plan.schedule,
+            layers=layers,
         )
         return dataclasses.replace(self, constraints=fixed, plan=None)
 

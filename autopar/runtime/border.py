@@ -35,28 +35,28 @@ def batch_layout(shape: Sequence[int], mesh: Mesh) -> Layout:
     return tuple(Shard(0, 1, units) if axis == "dp" else REPLICATE for axis in mesh.axes)
 
 
-def relayout(have: Layout, want: ProgramTensor, groups: Groups | None, rank: int) -> Relayout | None:
+def relayout(have: Layout, want: ProgramTensor, groups: Groups | None) -> Relayout | None:
     """From a rank's part under one layout to its part under another, as plain tensors."""
     if groups is None or same_layout(have, want.layout, groups.mesh):
         return None
     mesh, shape, layout = groups.mesh, want.shape, want.layout
     if is_replicated(have):
-        return lambda tensor: local_part(tensor, layout, mesh, rank).contiguous()
+        return lambda tensor: local_part(tensor, layout, mesh, groups.rank).contiguous()
     if not (is_storable(have, shape, mesh) and is_storable(layout, shape, mesh)):
-        return lambda tensor: local_part(gathered(tensor, have, shape, groups, rank), layout, mesh, rank).contiguous()
+        return lambda tensor: local_part(gathered(tensor, have, shape, groups), layout, mesh, groups.rank).contiguous()
     source = dtensor_spec(have, shape, want.dtype, mesh, groups.device_mesh)
     placements = dtensor_placements(layout, shape, mesh)
     return lambda tensor: _redistributed(dtensor(tensor.contiguous(), source), placements)
 
 
-def gathered(part: torch.Tensor, layout: Layout, shape: tuple[int, ...], groups: Groups, rank: int) -> torch.Tensor:
+def gathered(part: torch.Tensor, layout: Layout, shape: tuple[int, ...], groups: Groups) -> torch.Tensor:
     """The whole tensor of which every rank holds a part, for layouts that DTensor does not know.
 
     Raises:
         InputError: a placement is a partial sum, which is no part.
     """
     mesh, here = groups.mesh, list(layout)
-    coords = mesh.coords(rank)
+    coords = mesh.coords(groups.rank)
     for axis, placement in enumerate(layout):
         if placement == REPLICATE:
             continue
@@ -76,7 +76,7 @@ def gathered(part: torch.Tensor, layout: Layout, shape: tuple[int, ...], groups:
     return part.contiguous()
 
 
-def dtensor_reader(want: ProgramTensor, groups: Groups | None, rank: int) -> Relayout:
+def dtensor_reader(want: ProgramTensor, groups: Groups | None) -> Relayout:
     """From a DTensor of any layout, on this mesh or another one of the same ranks, to a program's input."""
     if groups is None:
         return lambda tensor: _as_dtensor(tensor).full_tensor()
@@ -87,19 +87,19 @@ def dtensor_reader(want: ProgramTensor, groups: Groups | None, rank: int) -> Rel
     def read(tensor: torch.Tensor) -> torch.Tensor:
         here = _as_dtensor(tensor)
         if not known or here.device_mesh != device_mesh:
-            return local_part(here.full_tensor(), want.layout, mesh, rank).contiguous()
+            return local_part(here.full_tensor(), want.layout, mesh, groups.rank).contiguous()
         return here.to_local() if tuple(here.placements) == placements else _redistributed(here, placements)
 
     return read
 
 
-def dtensor_writer(made: ProgramTensor, groups: Groups | None, rank: int) -> Relayout | None:
+def dtensor_writer(made: ProgramTensor, groups: Groups | None) -> Relayout | None:
     """From a program's output to the DTensor that callers get."""
     if groups is None:
         return None
     layout = storable(made.layout, made.shape, groups.mesh)
     spec = dtensor_spec(layout, made.shape, made.dtype, groups.mesh, groups.device_mesh)
-    move = relayout(made.layout, ProgramTensor(layout=layout, shape=made.shape, dtype=made.dtype), groups, rank)
+    move = relayout(made.layout, ProgramTensor(layout=layout, shape=made.shape, dtype=made.dtype), groups)
     if move is None:
         return lambda tensor: dtensor(tensor, spec)
     return lambda tensor: dtensor(move(tensor), spec)
@@ -139,9 +139,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_zeros(want: ProgramTensor, groups: Groups | None, rank: int, device: torch.device) -> torch.Tensor:
+def local_zeros(want: ProgramTensor, groups: Groups | None, device: torch.device) -> torch.Tensor:
     """Zeros of the shape that ``rank`` holds of ``want``."""
     shape = want.shape
     if groups is not None:
-        shape = local_shape(shape, want.layout, groups.mesh.sizes, groups.mesh.coords(rank))
+        shape = local_shape(shape, want.layout, groups.mesh.sizes, groups.mesh.coords(groups.rank))
     return torch.zeros(shape, dtype=want.dtype, device=device)

@@ -47,9 +47,8 @@ def clip_grad_norm_(module: ParallelModule, max_norm: float, norm_type: float = 
         gradients = _gradients(engine.state.parameters, mesh)
         total = _partial(gradients, norm_type, engine.world.device)
         if engine.groups is not None:
-            everyone = engine.groups.group("+".join(engine.groups.mesh.axes))
             how = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            dist.all_reduce(total, how, group=everyone)
+            dist.all_reduce(total, how, group=engine.groups.group_of_all())
         norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's own constant
         for tensors in gradients.values():
@@ -64,10 +63,10 @@ def _gradients(parameters: list[Stored], mesh: Mesh | None) -> dict[int, list[to
         gradient = entry.tensor.grad
         if gradient is None:
             continue
-        copies = 1
+        copies = entry.holders
         if mesh is not None:
             pairs = zip(entry.layout, mesh.sizes, strict=True)
-            copies = math.prod(size for placement, size in pairs if not isinstance(placement, Shard))
+            copies *= math.prod(size for placement, size in pairs if not isinstance(placement, Shard))
         found[copies].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     return found
 

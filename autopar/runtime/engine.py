@@ -24,13 +24,13 @@ from autopar.runtime.arrivals import (
 )
 from autopar.runtime.bind import group_names
 from autopar.runtime.calls import Leaves, on_device, read_call
-from autopar.runtime.groups import Groups, groups_for
+from autopar.runtime.groups import Groups, groups_for, on_stage
 from autopar.runtime.hooks import open_hooks
 from autopar.runtime.joint import JointRunner
 from autopar.runtime.layout import storable
 from autopar.runtime.outer import OuterRunner
 from autopar.runtime.outputs import LeafLayouts
-from autopar.runtime.runner import Compiled, Home, Runner
+from autopar.runtime.runner import Compiled, Home, Runner, uses_float16
 from autopar.runtime.seed import GradientSeed
 from autopar.runtime.state import ModelState, Pair, check_same_model
 from autopar.runtime.world import World
@@ -104,8 +104,8 @@ class Engine:
 
     def _read_slots(self) -> None:
         self._slots = [slot for entry in self.state.stored for slot in entry.slots]
-        self._held = [entry.tensor for entry in self.state.stored for _ in entry.slots]
-        self._num_parameter_slots = sum(len(entry.slots) for entry in self.state.parameters)
+        self._held = [entry.tensor if entry.present else None for entry in self.state.stored for _ in entry.slots]
+        self._trained = [entry.tensor for entry in self.state.parameters]
 
     # calls ----------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Engine:
             torch.is_grad_enabled(),
             autocast,
             [module.training for module in self._modules],
-            [tensor.requires_grad for tensor in held[: self._num_parameter_slots]],
+            [tensor.requires_grad for tensor in self._trained],
         ]
 
     def _find(self, key: Key) -> Entry | None:
@@ -189,13 +189,13 @@ class Engine:
         key = self._key(on_device(signature, self.world.device))
         compiled, layouts = self._compiled(arrival)
         self.plan = compiled.plan
-        program = compiled.program
-        self.groups = groups_for(self.world, program.mesh)
+        self.groups = groups_for(self.world, compiled.program.mesh)
+        program = on_stage(compiled.program)
         stored = {
             spec.name: storable(tensor.layout, tensor.shape, program.mesh)
             for spec, tensor in zip(program.inputs, program.input_tensors, strict=True)
         }
-        pairs = self.state.place(self.world, self.groups, stored.__getitem__)
+        pairs = self.state.place(self.world, self.groups, stored.get)
         self._read_slots()
         if self.groups is not None:
             share_found_inf()
@@ -249,7 +249,7 @@ class Engine:
 
     def _run_pipeline(self, arrival: Arrival, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]]) -> Compiled:
         args, kwargs, targets = arrival.as_global(layouts, shapes)
-        with open_hooks(self.model):
+        with open_hooks(self.model), self.state.complete():
             return self.pipeline(args, kwargs, targets, self.plan)
 
     def _keep(self, key: Key, compiled: Compiled, layouts: LeafLayouts) -> Entry:
@@ -257,11 +257,13 @@ class Engine:
         if self._home is None:
             raise RuntimeStateError("a program was made before the model was laid out")
         home = self._home
+        program = compiled.program
+        everyone = self.world.exchange((group_names(program.graph_module), uses_float16(program)))
+        low_precision = any(narrow for _, narrow in everyone)
         if self.groups is not None:
-            wanted = self.world.exchange(sorted(group_names(compiled.program.graph_module)))
-            for name in sorted({name for names in wanted for name in names}):
+            for name in sorted({name for names, _ in everyone for name in names}):
                 self.groups.group(name)
-        runner = self.world.together("binding the program", lambda: make_runner(compiled, home, layouts))
+        runner = self.world.together("binding the program", lambda: make_runner(compiled, home, layouts, low_precision))
         parts = tuple(i for i, layout in layouts.items() if not isinstance(layout, DTensorSpec))
         entry = Entry(key=key, serial=self._made, runner=runner, parts=parts)
         self._made += 1
@@ -269,10 +271,10 @@ class Engine:
         return entry
 
 
-def make_runner(compiled: Compiled, home: Home, layouts: LeafLayouts) -> Runner:
+def make_runner(compiled: Compiled, home: Home, layouts: LeafLayouts, low_precision: bool) -> Runner:  # noqa: FBT001
     """The runner for what a program holds: no backward, a backward with its loss, or one whose loss is outside."""
     if not compiled.step.training:
-        return Runner(compiled, home, layouts)
+        return Runner(compiled, home, layouts, low_precision=low_precision)
     if compiled.step.loss_leaf >= 0:
-        return JointRunner(compiled, home, layouts)
-    return OuterRunner(compiled, home, layouts)
+        return JointRunner(compiled, home, layouts, low_precision=low_precision)
+    return OuterRunner(compiled, home, layouts, low_precision=low_precision)

@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.cost_models.errors import RuntimeStateError
-from autopar.runtime.groups import Groups
 from autopar.runtime.state import ModelState, Stored
 from autopar.runtime.world import World
 
 
-def initialise(model: nn.Module, state: ModelState, world: World, groups: Groups | None, seed: int) -> None:
+def initialise(model: nn.Module, state: ModelState, world: World, seed: int) -> None:
     """Give every tensor of the model values.
 
     Layers are visited from the leaves up.  A layer that has ``reset_parameters`` (or ``_reset_parameters``), or a model
@@ -38,7 +37,7 @@ def initialise(model: nn.Module, state: ModelState, world: World, groups: Groups
             whole = wholes[entry.name]
             first = _within(entry.name, name)  # a tied tensor keeps what its first layer gave it
             if (first or entry.name not in done) and not _untouched(whole):
-                state.fill(entry.name, whole.to(world.device), world, groups)
+                state.fill(entry.name, whole.to(world.device))
                 done.add(entry.name)
     left = [entry.name for entry in state.stored if entry.name not in done]
     if left:
@@ -106,7 +105,7 @@ def _run(run: Callable[[], object], entries: list[Stored], wholes: dict[str, tor
             wholes[entry.name] = table[key].detach()  # a layer may set a new tensor
     finally:
         for table, key, entry in held:
-            table[key] = entry.tensor
+            table[key] = entry.tensor if entry.present else None
 
 
 def _mixed(seed: int, name: str) -> int:

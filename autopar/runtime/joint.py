@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.autograd.function import once_differentiable
 
@@ -21,9 +20,8 @@ class JointRunner(Runner):
     """Runs a program that holds the forward and the backward of a step."""
 
     def set_up(self, bound: fx.GraphModule) -> None:
-        """Keep the program, and whether low precision makes overflow likely."""
+        """Keep the program."""
         self.run = as_callable(bound, self.home.backend)
-        self.low_precision = has_float16(bound)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 - what the model returns
         """Run the whole step; the loss in the result carries grad."""
@@ -56,7 +54,11 @@ class JointCall:
         self.result_leaves = runner.outputs.leaves(values)
         self.gradients = runner.outputs.gradients(values)
         if watch:
-            self.near = pressure(given(self.gradients), everyone(runner), runner.home.world.device)
+            self.near = pressure(
+                given(self.gradients),
+                None if runner.home.groups is None else runner.home.groups.group_of_all(),
+                runner.home.world.device,
+            )
         loss: torch.Tensor = self.result_leaves[runner.loss_leaf]
         return loss
 
@@ -93,18 +95,6 @@ class _JointFunction(torch.autograd.Function):
 def given(gradients: Gradients) -> list[torch.Tensor]:
     """The gradients that there are."""
     return [gradient for gradient in gradients if gradient is not None]
-
-
-def everyone(runner: Runner) -> dist.ProcessGroup | None:
-    """The group of all ranks; None alone."""
-    groups = runner.home.groups
-    return None if groups is None else groups.group("+".join(groups.mesh.axes))
-
-
-def has_float16(bound: fx.GraphModule) -> bool:
-    """Whether the program computes in a dtype so narrow that losses are scaled for it."""
-    values = (node.meta.get("val") for node in bound.graph.nodes)
-    return any(isinstance(value, torch.Tensor) and value.dtype is torch.float16 for value in values)
 
 
 def second_backward() -> RuntimeStateError:

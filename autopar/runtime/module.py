@@ -85,7 +85,8 @@ class ParallelModule(nn.Module):
         if assign:
             raise RuntimeStateError("load_state_dict(assign=True) would replace the compiled tensors; use assign=False")
         state = self.engine.state
-        ready = {name: self._laid_out(name, value) for name, value in state_dict.items()}
+        elsewhere = {name for e in state.stored if not e.present for name in e.names}
+        ready = {name: self._laid_out(name, value) for name, value in state_dict.items() if name not in elsewhere}
         report = self._original.load_state_dict(ready, strict=strict)
         state.loaded(ready.keys())
         return report
@@ -192,4 +193,4 @@ class ParallelModule(nn.Module):
         """
         engine = self.engine
         with torch.no_grad():
-            initialise(self._original, engine.state, engine.world, engine.groups, seed)
+            initialise(self._original, engine.state, engine.world, seed)

@@ -12,8 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autopar.cost_models.errors import RuntimeStateError
-
-Pair = tuple[torch.Tensor, torch.Tensor]
+from autopar.runtime.state import Pair
 
 
 def adopt(pairs: Sequence[Pair], lay_out: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
@@ -22,7 +21,7 @@ def adopt(pairs: Sequence[Pair], lay_out: Callable[[torch.Tensor, torch.Tensor],
     A Parameter cannot become a DTensor in place (their objects are laid out differently), so compiling makes new ones.
 
     Args:
-        pairs: (old, new) parameters.
+        pairs: (old, new) parameters; new is None where another pipeline stage holds it: it is dropped.
         lay_out: (new parameter, whole state tensor of its shape) -> the state laid out like the parameter.
     """
     new = {id(old): replacement for old, replacement in pairs}
@@ -30,13 +29,13 @@ def adopt(pairs: Sequence[Pair], lay_out: Callable[[torch.Tensor, torch.Tensor],
         return
     for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
         for group in optimizer.param_groups:
-            held = group["params"]
-            for i, parameter in enumerate(held):
-                if id(parameter) not in new:
-                    continue
-                held[i] = new[id(parameter)]
-                if parameter in optimizer.state:
-                    optimizer.state[held[i]] = _moved(optimizer.state.pop(parameter), held[i], lay_out)
+            held = list(group["params"])
+            group["params"][:] = [p for old in held if (p := new.get(id(old), old)) is not None]
+            for old in held:
+                if id(old) in new and old in optimizer.state:
+                    state, replacement = optimizer.state.pop(old), new[id(old)]
+                    if replacement is not None:
+                        optimizer.state[replacement] = _moved(state, replacement, lay_out)
 
 
 def _moved(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.border import dtensor_reader, local_zeros
 from autopar.runtime.halves import split_halves
-from autopar.runtime.joint import everyone, given, has_float16, second_backward
+from autopar.runtime.joint import given, second_backward
 from autopar.runtime.outputs import Gradients
 from autopar.runtime.runner import Runner, as_callable
 from autopar.runtime.seed import poisoned, pressure
@@ -24,15 +24,13 @@ class OuterRunner(Runner):
 
     def set_up(self, bound: fx.GraphModule) -> None:
         """Cut the program in two."""
-        self.low_precision = has_float16(bound)
         halves = split_halves(bound, self.program)
         self.run_forward = as_callable(halves.forward, self.home.backend)
         self.run_backward = as_callable(halves.backward, self.home.backend)
         self.early, self.late = halves.forward_outputs, halves.backward_outputs
         self.seeded = [int(spec.name[len("seed[") : -1]) for spec, _ in self.seeds]
         self.seed_readers = [
-            dtensor_reader(tensor, self.home.groups, self.home.world.rank) if self.home.groups else None
-            for _, tensor in self.seeds
+            dtensor_reader(tensor, self.home.groups) if self.home.groups else None for _, tensor in self.seeds
         ]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 - what the model returns
@@ -84,7 +82,9 @@ class OuterCall:
             values = runner.run_backward(*saved, *seeds)
         gradients = runner.outputs.gradients(runner.placed(values, runner.late))
         if runner.low_precision:
-            near = pressure(given(gradients), everyone(runner), runner.home.world.device)
+            groups = runner.home.groups
+            everyone = None if groups is None else groups.group_of_all()
+            near = pressure(given(gradients), everyone, runner.home.world.device)
             foreach_mul_(given(gradients), poisoned(1.0, near))
         return runner.outputs.dressed(gradients)
 
@@ -93,7 +93,7 @@ class OuterCall:
         home = self.runner.home
         _, want = self.runner.seeds[index]
         if incoming is None:
-            return local_zeros(want, home.groups, home.world.rank, home.world.device)
+            return local_zeros(want, home.groups, home.world.device)
         read = self.runner.seed_readers[index]
         return read(incoming) if read is not None and isinstance(incoming, DTensor) else incoming
 

@@ -86,11 +86,11 @@ class Outputs:
             if not is_replicated(made.layout):
                 raise PartitionError(f"a scalar result is laid out as {made.layout}; every rank must hold its value")
             return None
-        return dtensor_writer(made, self._groups, self._program.rank)
+        return dtensor_writer(made, self._groups)
 
     def _to_layout(self, made: ProgramTensor, layout: Layout) -> Relayout | None:
         want = ProgramTensor(layout=layout, shape=made.shape, dtype=made.dtype)
-        return relayout(made.layout, want, self._groups, self._program.rank)
+        return relayout(made.layout, want, self._groups)
 
     def _trained(self, name: str, leaf: int, positions: Mapping[str, int], state: ModelState) -> Trained:
         position = positions.get(name, -1)

@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from autopar.cost_models.errors import RuntimeStateError
+from autopar.cost_models.errors import PlanError, RuntimeStateError
 from autopar.passes.base import InputKind, InputSpec, Program, ProgramTensor, StepGraph
 from autopar.passes.placement import REPLICATE
 from autopar.plan import Plan
 from autopar.runtime.bind import bind, input_order
 from autopar.runtime.border import Relayout, dtensor_reader, local_of, relayout
-from autopar.runtime.groups import Groups
+from autopar.runtime.groups import Groups, on_stage
 from autopar.runtime.outputs import LeafLayouts, Outputs
 from autopar.runtime.seed import GradientSeed
+from autopar.runtime.sends import with_own_sends
 from autopar.runtime.state import ModelState
 from autopar.runtime.world import World
 from autopar.torch_private import DTensorSpec
@@ -67,13 +68,24 @@ class Runner:
         compiled: the program and where it comes from.
         home: where it runs.
         leaf_layouts: how the tensor leaves of a call lie; one that is not named is whole on every rank.
+        low_precision: whether any rank computes in float16, so that gradients may overflow on some ranks.
     """
 
-    def __init__(self, compiled: Compiled, home: Home, leaf_layouts: LeafLayouts) -> None:
-        program, groups = compiled.program, home.groups
+    def __init__(
+        self, compiled: Compiled, home: Home, leaf_layouts: LeafLayouts, *, low_precision: bool = False
+    ) -> None:
+        program, groups = on_stage(compiled.program), home.groups
+        self.low_precision = low_precision
         self.program, self.home, self.plan, self.loss_leaf = program, home, compiled.plan, compiled.step.loss_leaf
         specs = [(program.inputs[i], program.input_tensors[i]) for i in input_order(program)]
         held = [pair for pair in specs if pair[0].kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        absent = [spec.name for spec, _ in held if not home.state[spec.name].present]
+        if absent:
+            some = ", ".join(absent[:4])
+            raise PlanError(
+                f"this kind of call needs {some} on a pipeline stage that does not hold it: the stages of its plan differ "
+                "from those of the first one; compile a copy of the model for such calls"
+            )
         self._slots = [home.state[spec.name].slots[0] for spec, _ in held]
         self._held_readers = _held_readers(held, home)
         self._batch = [
@@ -83,7 +95,7 @@ class Runner:
         ]
         self.seeds = [(spec, tensor) for spec, tensor in specs if spec.kind is InputKind.SEED]
         self.outputs = Outputs(compiled.step, program, home.state, groups, leaf_layouts)
-        self.set_up(bind(program, _real_name(groups), home.world.device))
+        self.set_up(with_own_sends(bind(compiled.program, _real_name(groups), home.world.device)))
 
     def set_up(self, bound: fx.GraphModule) -> None:
         """Keep what :meth:`__call__` runs."""
@@ -128,7 +140,7 @@ def _held_readers(held: Sequence[tuple[InputSpec, ProgramTensor]], home: Home) -
     """For the parameters and buffers that a program wants in another layout than they are stored in: how to get it."""
     found = []
     for position, (spec, tensor) in enumerate(held):
-        read = relayout(home.state[spec.name].layout, tensor, home.groups, home.world.rank)
+        read = relayout(home.state[spec.name].layout, tensor, home.groups)
         if read is not None:
             found.append((position, read))
     return found
@@ -137,8 +149,15 @@ def _held_readers(held: Sequence[tuple[InputSpec, ProgramTensor]], home: Home) -
 def _batch_reader(spec: InputSpec, tensor: ProgramTensor, home: Home, layouts: LeafLayouts) -> Relayout | None:
     have = layouts.get(spec.leaf, (REPLICATE,) * len(tensor.layout))
     if isinstance(have, DTensorSpec):
-        return dtensor_reader(tensor, home.groups, home.world.rank)
-    return relayout(have, tensor, home.groups, home.world.rank)
+        return dtensor_reader(tensor, home.groups)
+    return relayout(have, tensor, home.groups)
+
+
+def uses_float16(program: Program) -> bool:
+    """Whether the program computes in a dtype so narrow that losses are scaled for it."""
+    modules = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    values = (node.meta.get("val") for module in modules for node in module.graph.nodes)
+    return any(isinstance(value, torch.Tensor) and value.dtype is torch.float16 for value in values)
 
 
 def as_callable(bound: fx.GraphModule, backend: str) -> Callable[..., Sequence[Any]]:

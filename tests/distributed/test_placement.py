@@ -85,7 +85,7 @@ def gather_all(layouts):
     world = connect(torch.device("cpu"))
     groups = groups_for(world, Mesh(axes=("dp", "tp"), sizes=(2, 2)))
     whole = torch.arange(24.0 * 4).reshape(24, 4)
-    return [gathered(local_part(whole, x, groups.mesh, world.rank), x, (24, 4), groups, world.rank) for x in layouts]
+    return [gathered(local_part(whole, x, groups.mesh, world.rank), x, (24, 4), groups) for x in layouts]
 
 
 def test_layouts_that_dtensor_does_not_know_are_gathered_right(ranks):

@@ -14,6 +14,7 @@ import autopar
 from autopar.errors import ConstraintError, InputError, PlanError, RuntimeStateError
 
 PLANS = {"dp": {"dp": 2, "tp": 1}, "tp": {"dp": 1, "tp": 2}, "zero": {"dp": 2, "tp": 1, "zero": 3}}
+STAGES = {"dp": 1, "tp": 1, "pp": 2, "schedule": "gpipe"}
 
 
 class Net(nn.Module):
@@ -70,17 +71,21 @@ def assert_same(compiled, plain):
     """Parameters, gradients and buffers of both."""
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     ours = dict(compiled.named_parameters(remove_duplicate=False))
-    assert ours.keys() == theirs.keys()
-    for name, p in theirs.items():
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, list(ours))
+    assert {name for names in everywhere for name in names} == theirs.keys()
+    assert compiled.plan.pp > 1 or ours.keys() == theirs.keys()
+    for name in ours:
+        p = theirs[name]
         assert ours[name].requires_grad == p.requires_grad
         torch.testing.assert_close(whole(ours[name].detach()), p.detach(), msg=lambda m, n=name: f"{n}: {m}")
         assert (ours[name].grad is None) == (p.grad is None), name
         if p.grad is not None:
             assert ours[name].grad.placements == ours[name].placements
             torch.testing.assert_close(whole(ours[name].grad), p.grad, msg=lambda m, n=name: f"{n}.grad: {m}")
-    buffers = dict(compiled.named_buffers())
-    for name, b in plain.named_buffers():
-        torch.testing.assert_close(whole(buffers[name]), b)
+    buffers = dict(plain.named_buffers())
+    for name, b in compiled.named_buffers():
+        torch.testing.assert_close(whole(b), buffers[name])
 
 
 # training -------------------------------------------------------------------------------------------------------------
@@ -112,7 +117,7 @@ def follow(want, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("want", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("want", [*PLANS.values(), STAGES], ids=[*PLANS, "pp"])
 def test_training_follows_one_device(ranks, want, optimizer):
     held = ranks(2, follow, want, optimizer)
     every = sum(p.numel() for p in Net().parameters())
@@ -153,7 +158,7 @@ def optimizer_from_before(want):
         late.step()
 
 
-@pytest.mark.parametrize("want", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("want", [*PLANS.values(), STAGES], ids=[*PLANS, "pp"])
 def test_an_optimizer_made_before_keeps_working(ranks, want):
     ranks(2, optimizer_from_before, want)
 
@@ -196,7 +201,7 @@ def evaluate(want):
     assert_same(compiled, plain)
 
 
-@pytest.mark.parametrize("want", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("want", [*PLANS.values(), STAGES], ids=[*PLANS, "pp"])
 def test_evaluation_between_steps_and_exact_dropout(ranks, want):
     ranks(2, evaluate, want)
 
@@ -498,7 +503,7 @@ def from_meta(want):
     assert_same(compiled, plain)
 
 
-@pytest.mark.parametrize("want", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("want", [*PLANS.values(), STAGES], ids=[*PLANS, "pp"])
 def test_models_on_meta_are_filled_later(ranks, want):
     ranks(2, from_meta, want)
 
@@ -515,7 +520,7 @@ def initialised(want, world):
 
 
 def test_initial_values_do_not_depend_on_the_plan(ranks):
-    found = [r for want in PLANS.values() for r in ranks(2, initialised, want, 2)]
+    found = [r for want in [*PLANS.values(), STAGES] for r in ranks(2, initialised, want, 2)]
     found += ranks(4, initialised, {"dp": 2, "tp": 2, "zero": 3}, 4)
     for other in found:
         for name, value in other.items():
