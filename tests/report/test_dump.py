@@ -374,7 +374,7 @@ def test_results_of_a_part_are_named_by_it():
     text = dump(program)
     ast.parse(text)
     assert "aten.stack([*stage_0[0:2]])" in text
-    assert "return (stack, stage_0[2])" in text
+    assert "return (stack_default, stage_0[2])" in text
     nodes = {node["name"]: node for node in json.loads(dump(program, "json"))["nodes"]}
-    assert nodes["stack"]["inputs"] == ["stage_0"]
+    assert nodes["stack_default"]["inputs"] == ["stage_0"]
     assert nodes["stage_0"]["roles"] == ["gradient of w"]
