@@ -164,6 +164,9 @@ class Partitioner:
             return self.values[value]
         if self.assignment.gather_once and value in self.parameters:
             phase = None
+        elif phase is not None and any(isinstance(p, Partial) for p in have):
+            # The reduced value is no larger than its terms, which are kept anyway: backward uses that of forward.
+            phase = Phase.FORWARD
         key = (value, layout, phase)
         if key not in self.cache:
             node = self.values[value]
