@@ -15,6 +15,7 @@ from autopar.passes.base import Phase
 from autopar.report.diagram import Box
 from autopar.report.rows import Kind
 
+_STATES = 4  # parameters that a box names before it counts
 _ROW = 24
 _LANE = 9
 _LETTER = 7.23
@@ -68,14 +69,18 @@ def _fill(box: Box) -> str:
 
 
 def _band(box: Box) -> str:
-    layer = box.layer or ("inputs" if box.kind in (Kind.BATCH, Kind.SEED) else "outside any layer")
-    return f"{box.phase.value} {layer}" if box.phase and box.kind not in (Kind.BATCH, Kind.SEED) else layer
+    if box.kind in (Kind.BATCH, Kind.SEED):
+        return "inputs"
+    layer = box.layer or "outside any layer"
+    return f"{box.phase.value} {layer}" if box.phase else layer
 
 
 def _details(box: Box) -> tuple[str, ...]:
     """The columns of a box beside its title: what else it reads, its result, its layout, its note."""
     prefix = f"{box.layer}."
-    state = " ".join(name.removeprefix(prefix) for name in box.state)
+    state = " ".join(name.removeprefix(prefix) for name in box.state[:_STATES])
+    if len(box.state) > _STATES:
+        state += f" and {len(box.state) - _STATES} more"
     outside = "".join(f"  <- {name}" for name in box.outside)
     users = "  used by " + ", ".join(box.users) if box.users else ""
     return state, box.shape, box.layout, (box.note + outside + users).strip()
