@@ -1,46 +1,71 @@
-"""Fewer, larger gradient reductions: small all_reduces and reduce_scatters of one group travel together."""
+"""Fewer, larger messages: gradient reductions of one group travel together, and so do the gathers of one block's parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.passes.base import OutputKind, Program
 from autopar.passes.lowering import Emitter
-from autopar.passes.torch_ops import ALL_REDUCE, WAIT
+from autopar.passes.torch_ops import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    is_collective,
+    is_wait,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The pass: gradient all_reduces whose results only leave the step are joined into buckets of ``max_bytes``.
+    """The pass.
 
-    The members of a bucket are flattened into one tensor, reduced together as soon as the last of them is ready, and the
-    gradients are views of the result (as in DistributedDataParallel).
+    * all_reduces and reduce_scatters of gradients that only leave the step are joined into buckets of ``max_bytes``: the
+      members are laid side by side in one tensor, reduced together as soon as the last of them is ready, and the gradients
+      are views of the result (as in DistributedDataParallel);
+    * all_gathers of parameters for one block and phase become one coalesced all_gather, at the place of the first (as in
+      FSDP's groups).
     """
 
     max_bytes: int = 25_000_000
 
     def __call__(self, program: Program) -> Program:
-        """``program`` with its gradient reductions in buckets."""
+        """``program`` with its messages in buckets (in place)."""
         graph = program.graph_module.graph
         leaving = {
             node
             for spec, node in zip(program.outputs, graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
             if spec.kind is OutputKind.GRADIENT and isinstance(node, fx.Node)
         }
-        members: dict[tuple[str, str, torch.dtype], list[fx.Node]] = {}
+        reductions: dict[Any, list[fx.Node]] = {}
+        gathers: dict[Any, list[fx.Node]] = {}
         for node in graph.nodes:
-            if node.op == "call_function" and node.target is ALL_REDUCE and leaves(node, leaving):
-                key = (str(node.args[1]), str(node.args[2]), node.meta["val"].dtype)
-                members.setdefault(key, []).append(node)
-        for nodes in members.values():
-            for bucket in self.cut(nodes):
+            if node.op != "call_function":
+                continue
+            if node.target in (ALL_REDUCE, REDUCE_SCATTER) and (later := reductions_after(node, leaving)) is not None:
+                dtype = node.args[0].meta["val"].dtype
+                key = (-later, node.target, node.args[1:], dtype, node.meta.get("stage"))
+                reductions.setdefault(key, []).append(node)
+            elif node.target is ALL_GATHER and input_chain(node) is not None:
+                dtype = node.meta["val"].dtype
+                key = (block_of(node), node.meta.get("phase"), node.args[1:], dtype, node.meta.get("stage"))
+                gathers.setdefault(key, []).append(node)
+        # A gradient may be reduced over one axis after another: first reductions are joined first.
+        for key in sorted(reductions, key=lambda k: k[0]):
+            position = {node: i for i, node in enumerate(graph.nodes)}
+            for bucket in self.cut(sorted(reductions[key], key=position.__getitem__)):
                 if len(bucket) > 1:
-                    join(program, bucket)
+                    join_reductions(graph, bucket)
+        if self.max_bytes:
+            for nodes in gathers.values():
+                if len(nodes) > 1:
+                    join_gathers(graph, nodes)
         graph.lint()
         program.graph_module.recompile()
         return program
@@ -50,7 +75,7 @@ class Bucket:
         buckets: list[list[fx.Node]] = []
         filled = 0
         for node in nodes:
-            size = num_bytes(node)
+            size = num_bytes(node.args[0])
             if not buckets or filled + size > self.max_bytes:
                 buckets.append([])
                 filled = 0
@@ -59,40 +84,105 @@ class Bucket:
         return buckets
 
 
-def num_bytes(node: fx.Node) -> int:
+def num_bytes(node: Any) -> int:
     """Bytes of a node's tensor."""
     value = node.meta["val"]
     return int(math.prod(value.shape) * value.dtype.itemsize)
 
 
-def leaves(node: fx.Node, leaving: set[fx.Node]) -> bool:
-    """Whether all that becomes of a reduction is a gradient that leaves the step."""
-    (wait,) = tuple(node.users)[:1] or (None,)
-    return wait is not None and len(node.users) == 1 and wait in leaving and all(u.op == "output" for u in wait.users)
+def reductions_after(node: fx.Node, leaving: set[fx.Node]) -> int | None:
+    """How many collectives follow a reduction whose result only leaves the step as a gradient, or None where it does more."""
+    later = 0
+    while True:
+        if len(node.users) != 1:
+            return None
+        (node,) = node.users
+        if node.op == "output" or len(node.all_input_nodes) != 1:
+            return None
+        if node in leaving:
+            return later if all(user.op == "output" for user in node.users) else None
+        later += is_collective(node)
 
 
-def join(program: Program, bucket: Sequence[fx.Node]) -> None:
+def block_of(node: fx.Node) -> str:
+    """The block that a node serves: its layer up to the first number (``blocks.3.mlp.up`` -> ``blocks.3``)."""
+    parts = str(node.meta.get("layer", "")).split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def input_chain(node: fx.Node) -> list[fx.Node] | None:
+    """The calls between an all_gather and the one input of the step that it gathers, or None where there is more."""
+    chain: list[fx.Node] = []
+    source = node.all_input_nodes
+    while len(source) == 1 and source[0].op == "call_function" and not is_wait(source[0]):
+        chain.append(source[0])
+        source = source[0].all_input_nodes
+    if len(source) != 1 or source[0].op != "placeholder":
+        return None
+    return list(reversed(chain))
+
+
+def join_gathers(graph: fx.Graph, bucket: Sequence[fx.Node]) -> None:
+    """Replace the all_gathers of ``bucket`` by one coalesced call at the place of the first."""
+    first = bucket[0]
+    for node in bucket[1:]:
+        for link in input_chain(node) or ():
+            first.prepend(link)
+    emitter = Emitter(graph, first.meta["val"].fake_mode)
+    with graph.inserting_before(first):
+        emitter.describe(first)
+        whole = emitter.call(ALL_GATHER_COALESCED, [n.args[0] for n in bucket], first.args[1], first.args[2])
+        parts = [emitter.getitem(whole, i) for i in range(len(bucket))]
+    for node, part in zip(bucket, parts, strict=True):
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+
+
+def join_reductions(graph: fx.Graph, bucket: Sequence[fx.Node]) -> None:
     """Replace the reductions of ``bucket`` by one, right after the last of them."""
-    graph = program.graph_module.graph
     last = bucket[-1]
+    ranks = int(last.args[2]) if last.target is REDUCE_SCATTER else 1  # type: ignore[call-overload]
     emitter = Emitter(graph, last.meta["val"].fake_mode)
     waits = [next(iter(n.users)) for n in bucket]
-    with graph.inserting_after(last):
-        anchor = graph.call_function(torch.ops.aten.alias.default, (last,))
-    with graph.inserting_before(anchor):
+    with graph.inserting_before(last):
         emitter.describe(last)
-        flat = [emitter.call("reshape", n.args[0], [-1]) for n in bucket]
-        packed = emitter.call("cat", flat)
-        reduced = emitter.call(ALL_REDUCE, packed, last.args[1], last.args[2])
-        whole = emitter.call(WAIT, reduced)
+        # A reduce_scatter hands out dim 0: the parts for each rank lie side by side in its row.
+        flat = [emitter.call("reshape", n.args[0], [ranks, -1] if ranks > 1 else [-1]) for n in bucket]
+        packed = emitter.call("cat", flat, 1 if ranks > 1 else 0)
+        reduced = emitter.call(last.target, packed, *last.args[1:])  # type: ignore[arg-type]
+        whole = emitter.call("reshape", emitter.call(WAIT, reduced), [-1])
         pieces = emitter.call("split_with_sizes", whole, [math.prod(n.meta["val"].shape) for n in bucket])
         for index, (node, wait) in enumerate(zip(bucket, waits, strict=True)):
             emitter.describe(wait)
-            shape = list(node.meta["val"].shape)
-            new = emitter.call("reshape", emitter.getitem(pieces, index), shape)
+            new = emitter.call("reshape", emitter.getitem(pieces, index), list(node.meta["val"].shape))
             new.meta.update({k: wait.meta[k] for k in ("layout", "global_shape") if k in wait.meta})
-            wait.replace_all_uses_with(new)
-    graph.erase_node(anchor)
+            replace_later(wait, new, last)
     for node, wait in zip(bucket, waits, strict=True):
         graph.erase_node(wait)
         graph.erase_node(node)
+
+
+def replace_later(wait: fx.Node, new: fx.Node, anchor: fx.Node) -> None:
+    """Let ``new``, which stands further down, take the place of ``wait``: what hangs on it moves down behind it."""
+    hanging = followers([wait])
+    wait.replace_all_uses_with(new)
+    place = anchor
+    for node in hanging:
+        place.append(node)
+        place = node
+
+
+def followers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Calls that hang on ``nodes`` alone, in order (the views and casts between a reduction and the output)."""
+    found: list[fx.Node] = []
+    queue = list(nodes)
+    while queue:
+        node = queue.pop(0)
+        for user in node.users:
+            if user.op == "call_function" and user not in found:
+                found.append(user)
+                queue.append(user)
+    return found

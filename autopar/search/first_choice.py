@@ -38,10 +38,13 @@ Family = tuple[Value, Placement]
 
 # Price of work that is not split, in bytes moved: an axis that was asked for is to be used.
 BYTES_PER_FLOP = {"data": 1e3, "micro": 1e3, "tensor": 0.1}
-COLLECTIVE = 1e-5  # price of one more collective, as a share of the price of all work: small work is not worth one
+# Price of one more collective, as a share of the price of all work: small work is not worth one.  On the data axis
+# reductions travel in buckets, and all that can be split by rows is to be.
+COLLECTIVE = {"data": 0.0, "micro": 1e-5, "tensor": 1e-5}
 BARRIER = 1e-4  # the same between micro-batches, where all have to arrive before one can go on
-TOUCH = 1e-3  # price of touching a byte of memory: among equals, less of it
+TOUCH = {"data": 10.0, "micro": 1e-3, "tensor": 1e-3}  # price of touching a byte of memory
 TOUCH_SEQUENCE = 0.05  # the same where the user asked for activations to be split along the sequence
+COPY = 1e-3  # price of touching the bytes that a redistribution moves
 KEEP = 0.05  # price of keeping a byte of a parameter
 
 
@@ -215,14 +218,14 @@ class AxisProblem:
         self.problem = Problem()
         self.per_flop = BYTES_PER_FLOP[wish.role]
         total = sum(owner.flops(node) for node in options)
-        collective = 1.0 + COLLECTIVE * self.per_flop * total
+        collective = 1.0 + COLLECTIVE[wish.role] * self.per_flop * total
         micro = wish.role == "micro"
         self.prices = Prices(wish.size, 1.0 + BARRIER * self.per_flop * total if micro else collective)
         # Micro-batches join for free where the result leaves the step, and nearly so where it comes from inputs alone.
         self.output_prices = Prices(wish.size, 0.0) if micro else self.prices
         self.input_prices = Prices(wish.size, collective) if micro else self.prices
         self.from_inputs = input_values(owner.step) if micro else set()
-        self.touch = TOUCH_SEQUENCE if wish.sequence_parallel else TOUCH
+        self.touch = TOUCH_SEQUENCE if wish.sequence_parallel else TOUCH[wish.role]
 
     def solve(self) -> Solution:
         """Build all tables and minimise."""
@@ -362,7 +365,7 @@ class Prices:
             return 0.0, 0.0
         kind = kind_of(have, wanted, self.num_ranks)
         share = 1.0 / self.num_ranks if kind is StepKind.ALL_TO_ALL else 1.0
-        per_byte = wire_bytes(kind, self.num_ranks, share) + TOUCH
+        per_byte = wire_bytes(kind, self.num_ranks, share) + COPY
         fixed = 0.0 if kind in (StepKind.SLICE, StepKind.TO_PARTIAL) else self.per_collective
         return per_byte, fixed
 
