@@ -140,7 +140,10 @@ class Fold:
             if node.op == "output" or self.alias[i] != i:
                 continue
             self._sort_one(i, node)
-        self.coupled = [i for i in range(size) if self.live[i] and self.each[i] and self.level[i] and not self.from_inputs[i]]
+        # A backward that waits for a join needs all forwards first; a forward that does can be finished at the end.
+        self.coupled = [
+            i for i in range(size) if self.live[i] and self.each[i] and self.level[i] and self.backward[i] and not self.cheap[i]
+        ]
 
     def _sort_one(self, i: int, node: fx.Node) -> None:
         sources = self.inputs[i]
@@ -209,7 +212,7 @@ class Fold:
         reached = {join}
         for i in range(join + 1, len(self.nodes)):
             if any(s in reached for s in self.inputs[i]):
-                if self.live[i] and self.each[i]:
+                if self.live[i] and self.each[i] and self.backward[i]:
                     return True
                 reached.add(i)
         return False

@@ -194,10 +194,7 @@ class Arrangement:
         highest = max([0, *self.levels, *(self.fold.level[i] for i in once)])
         for level in range(highest + 1):
             events += [self._once(i) for i in once if self.fold.level[i] == level]
-            if len(self.levels) > 1 or self.levels != [0]:
-                events += self._round(level)
-            elif level == 0:
-                events += self._scheduled()
+            events += self._scheduled() if level == 0 and not self.fold.coupled else self._round(level)
         return events
 
     def _once(self, i: int) -> Event:
