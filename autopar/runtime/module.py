@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.hooks import close_hooks
 from autopar.runtime.initialise import initialise
 from autopar.runtime.optimizers import adopt, refuse_stale
+
+METADATA = "_metadata"  # where a state dict keeps the versions of its modules
 
 
 class ParallelModule(nn.Module):
@@ -86,7 +89,8 @@ class ParallelModule(nn.Module):
             raise RuntimeStateError("load_state_dict(assign=True) would replace the compiled tensors; use assign=False")
         state = self.engine.state
         elsewhere = {name for e in state.stored if not e.present for name in e.names}
-        ready = {name: self._laid_out(name, value) for name, value in state_dict.items() if name not in elsewhere}
+        ready = OrderedDict((n, self._laid_out(n, value)) for n, value in state_dict.items() if n not in elsewhere)
+        setattr(ready, METADATA, getattr(state_dict, METADATA, None))
         report = self._original.load_state_dict(ready, strict=strict)
         state.loaded(ready.keys())
         return report

@@ -83,8 +83,8 @@ class Runner:
         if absent:
             some = ", ".join(absent[:4])
             raise PlanError(
-                f"this kind of call needs {some} on a pipeline stage that does not hold it: the stages of its plan differ "
-                "from those of the first one; compile a copy of the model for such calls"
+                f"this kind of call needs {some} on a pipeline stage that does not hold it: the stages of its plan "
+                "differ from those of the first one; compile a copy of the model for such calls"
             )
         self._slots = [home.state[spec.name].slots[0] for spec, _ in held]
         self._held_readers = _held_readers(held, home)

@@ -33,7 +33,7 @@ def serve(rank, world_size, store, pipe):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT_S / 2)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT_S / 4)
     )
     while (task := pipe.recv()) is not None:
         path, name, args = task
