@@ -7,6 +7,7 @@ or itself on whole tensors.  Wherever a value lies otherwise than its consumer w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,7 @@ class Partitioner:
         self.root = torch.nn.Module()
         self.seed: fx.Node | None = None
         self.draws = 0
+        self.forms: dict[tuple[Value, Phase | None], dict[Layout, fx.Node]] = {}
         self.wanted = self._wanted_outputs()
         self.parameters: set[Value] = set()
 
@@ -169,8 +171,8 @@ class Partitioner:
             phase = Phase.FORWARD
         key = (value, layout, phase)
         if key not in self.cache:
-            node = self.values[value]
             raised = phase is None and self._raise_precision(value)
+            node, have = (self.values[value], have) if raised else self._nearest(value, layout, phase)
             if raised:
                 node = self.emitter.call("_to_copy", node, dtype=self.assignment.reduce_dtype)
             out = self.mover.run(node, have, layout, shape_of(value))
@@ -179,7 +181,28 @@ class Partitioner:
             out.meta["layout"] = layout
             out.meta["global_shape"] = shape_of(value)
             self.cache[key] = out
+            self.forms.setdefault((value, phase), {})[layout] = out
         return self.cache[key]
+
+    def _nearest(self, value: Value, layout: Layout, phase: Phase | None) -> tuple[fx.Node, Layout]:
+        """The form of the value, among those at hand, from which ``layout`` takes the fewest bytes on the wire."""
+        forms = {self.layouts[value]: self.values[value], **self.forms.get((value, phase), {})}
+        shape, itemsize = shape_of(value), fake_of(value).dtype.itemsize
+        origin = tuple(0 for _ in self.axes)
+
+        def cost(have: Layout) -> float:
+            total = 0.0
+            for step in steps(have, layout, shape, self.sizes):
+                # As the first rank sees it: uneven parts must not lead ranks to different choices.
+                both = (local_shape(shape, side, self.sizes, origin) for side in (step.before, step.after))
+                largest = max(math.prod(side) for side in both) * itemsize
+                total += wire_bytes(step.kind, self.sizes[step.axis], largest)
+            return total
+
+        if len(forms) == 1:
+            return self.values[value], self.layouts[value]
+        best = min(forms, key=cost)
+        return forms[best], best
 
     def _raise_precision(self, value: Value) -> bool:
         dtype, wide = fake_of(value).dtype, self.assignment.reduce_dtype

@@ -44,6 +44,8 @@ COLLECTIVE = {"data": 0.0, "micro": 1e-5, "tensor": 1e-5}
 BARRIER = 1e-4  # the same between micro-batches, where all have to arrive before one can go on
 TOUCH = {"data": 10.0, "micro": 1e-3, "tensor": 1e-3}  # price of touching a byte of memory
 TOUCH_SEQUENCE = 0.05  # the same where the user asked for activations to be split along the sequence
+WEIGHT = 10.0  # price of moving a weight over a tensor axis, relative to an activation: that axis is there to split it
+LATE = 0.99  # price of moving what leaves the step, relative to moving it earlier
 COPY = 1e-3  # price of touching the bytes that a redistribution moves
 KEEP = 0.05  # price of keeping a byte of a parameter
 
@@ -225,6 +227,7 @@ class AxisProblem:
         self.output_prices = Prices(wish.size, 0.0) if micro else self.prices
         self.input_prices = Prices(wish.size, collective) if micro else self.prices
         self.from_inputs = input_values(owner.step) if micro else set()
+        self.weights = weight_views(owner.step)
         self.touch = TOUCH_SEQUENCE if wish.sequence_parallel else TOUCH[wish.role]
 
     def solve(self) -> Solution:
@@ -273,15 +276,16 @@ class AxisProblem:
         for (value, phase), places in readers.items():
             source, have = self._produced(value)
             heavy = {n for n, _ in places if self.owner.flops(n) > 0}
-            if source is not None and len(heavy) > 1:
-                source, have = self._hub(value, phase, source, have, places)
+            shared = source is not None and len(heavy) > 1
+            hub, forms = self._hub(value, phase, source, have, places) if shared else (source, have)
             for node, i in places:
+                # Light readers follow the producer: the form that the heavy ones share would look free to them.
+                origin, held = (hub, forms) if node in heavy else (source, have)
                 wanted = [c.inputs[i] for c in self.options[node]]
-                prices = self.input_prices if value[0] in self.from_inputs else self.prices
-                self._link(source, have, node, wanted, self.owner.local_bytes(value), prices)
+                self._link(origin, held, node, wanted, self._moved_bytes(value), self._prices_of(value))
 
     def _hub(
-        self, value: Value, phase: Phase, source: Hashable, have: list[Placement], places: list[tuple[fx.Node, int]]
+        self, value: Value, phase: Phase, source: Hashable | None, have: list[Placement], places: list[tuple[fx.Node, int]]
     ) -> tuple[Hashable, list[Placement]]:
         """A variable for the form in which heavy readers share a value: it is moved once, not once a reader."""
         forms = dict.fromkeys(have)
@@ -289,9 +293,16 @@ class AxisProblem:
             forms.update(dict.fromkeys(c.inputs[i] for c in self.options[node]))
         hub = ("hub", value, phase)
         self.problem.variable(hub, np.zeros(len(forms)))
-        prices = self.input_prices if value[0] in self.from_inputs else self.prices
-        self._link(source, have, hub, list(forms), self.owner.local_bytes(value), prices)
+        self._link(source, have, hub, list(forms), self._moved_bytes(value), self._prices_of(value))
         return hub, list(forms)
+
+    def _prices_of(self, value: Value) -> Prices:
+        return self.input_prices if value[0] in self.from_inputs else self.prices
+
+    def _moved_bytes(self, value: Value) -> float:
+        """Bytes of a value for the price of moving it: on a tensor axis weights stay where they are if they can."""
+        weight = WEIGHT if self.wish.role == "tensor" and value[0] in self.weights else 1.0
+        return weight * self.owner.local_bytes(value)
 
     def _link(
         self,
@@ -325,7 +336,8 @@ class AxisProblem:
                 self.problem.unary[source] = self.problem.unary[source] + np.array(costs)
             else:
                 home = by_name[spec.name]
-                self._link(source, have, home, self.stores[home], size, self.output_prices)
+                # Among equals the last reduction wins: those that leave the step travel in buckets.
+                self._link(source, have, home, self.stores[home], LATE * size, self.output_prices)
 
 
 def input_values(step: StepGraph) -> set[fx.Node]:
@@ -384,6 +396,20 @@ CONTRACTIONS: Mapping[str, float] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": 1,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 2.5,
 }
+
+
+def weight_views(step: StepGraph) -> set[fx.Node]:
+    """Parameters, and calls that read nothing but one parameter (its transposes and casts)."""
+    found = {
+        node
+        for node, spec in zip(step.placeholders, step.inputs, strict=True)
+        if spec.kind is InputKind.PARAMETER
+    }
+    for node in step.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and len(inputs) == 1 and inputs[0] in found:
+            found.add(node)
+    return found
 
 
 def row_flops(node: fx.Node, row: Row) -> float:
