@@ -161,9 +161,10 @@ class Constraints:
         if layer.tp is not None and self.tp is not None:
             allowed = sorted({1, self.tp})
             _require(ConstraintError, f"layers[{pattern!r}]: tp", layer.tp, allowed)
-        if layer.stage is not None and self.pp is not None and layer.stage >= self.pp:
+        stages = (self.pp or 1) * (MOST_CHUNKS if self.schedule == "interleaved" else 1)
+        if layer.stage is not None and self.pp is not None and layer.stage >= stages:
             raise ConstraintError(
-                f"layers[{pattern!r}]: stage={layer.stage} is not possible with pp={self.pp}; use 0 to {self.pp - 1}"
+                f"layers[{pattern!r}]: stage={layer.stage} is not possible with pp={self.pp}; use 0 to {stages - 1}"
             )
 
     def layer(self, path: str) -> LayerConstraints:

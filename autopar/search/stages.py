@@ -53,7 +53,7 @@ def run_costs(prepared: Prepared, cluster: Cluster, constraints: Constraints) ->
                 run=run,
                 weight=(1 - STATE) * times[i] / total_s + STATE * held[i] / total_bytes,
                 crossing_bytes=crossing[i],
-                stage=wished_stage(constraints, run.layer),
+                stage=wished_stage(constraints, run),
                 inside_block=inside,
             )
         )
@@ -65,9 +65,11 @@ def within(layer: str, block: str) -> bool:
     return layer == block or layer.startswith(block + ".")
 
 
-def wished_stage(constraints: Constraints, layer: str) -> int | None:
-    """The stage that the constraints give to a layer."""
-    found = None
+def wished_stage(constraints: Constraints, run: Run) -> int | None:
+    """The stage that the constraints give to a run, by its own name or by patterns of layers."""
+    found, layer = None, run.layer
+    if (own := constraints.layers.get(run.name, {}).get("stage")) is not None:
+        return int(own)
     for pattern, wishes in constraints.layers.items():
         if wishes.get("stage") is not None and layer_matches(pattern, layer):
             found = int(wishes["stage"])
