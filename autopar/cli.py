@@ -1,4 +1,4 @@
-"""The command line: ``autopar search | explain | dump | verify | models``.
+"""The command line: ``autopar search | explain | dump | verify | calibrate | models``.
 
 MODEL is ``file.py:factory``, a built-in name or a ``config.json`` of transformers.  Bad input gives one line on
 standard error.  Exit codes: 0 done, 2 bad input, 3 nothing fits, 4 a check failed.
@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
+from autopar.calibrate import calibrate
 from autopar.capture import capture
 from autopar.cli_options import WorkOptions, with_work_options
+from autopar.cost_models.cluster import default_calibration_path
 from autopar.cost_models.errors import AutoparError, UsageError
 from autopar.lower import Lowering
 from autopar.models.catalogue import build, entry, names, needs_library
@@ -30,7 +34,8 @@ from autopar.passes.base import StepGraph
 from autopar.plan import Plan
 from autopar.report.changes import diff_programs
 from autopar.report.dump import FORMATS, dump
-from autopar.report.text import quantity
+from autopar.report.text import duration, quantity
+from autopar.runtime.world import connect
 from autopar.search.planner import Planner
 from autopar.verify.api import verify as compare
 from autopar.verify.report import Report
@@ -152,6 +157,58 @@ def verify(model: Model, *, plan: PlanFile = None, as_json: AsJson = False, work
         report = compare(loaded.model, loaded.args, loaded.kwargs, plan=chosen, loss_fn=loaded.loss_fn)
     _write(_report_json(report) if as_json else report.text(), None)
     return DONE if report.ok else CHECK_FAILED
+
+
+@app.command("calibrate")
+def calibrate_command(
+    *,
+    output: Output = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default the accelerator, if any.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 5,
+    as_json: AsJson = False,
+) -> int:
+    """Measure this machine, and under torchrun its links, and write a cluster file that plans for it can use."""
+    place = _device(device)
+    path = default_calibration_path() if output is None else output
+    world = connect(place)
+    with Progress(console=Console(stderr=True), transient=True, disable=world.rank > 0) as progress:
+        task = progress.add_task("measuring", total=1.0)
+        cluster, rows = calibrate(
+            device=place,
+            repeats=repeats,
+            report=lambda name, share: progress.update(task, description=f"measured {name}", completed=share),
+        )
+    if world.rank > 0:
+        return DONE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cluster.to_file(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}") from error
+    if as_json:
+        _write(json.dumps(cluster.to_json(), indent=1), None)
+        return DONE
+    table = Table("measured", "size", "time", box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(row.name, f"{row.size:,}", duration(row.seconds))
+    Console(width=max(Console().width, _TABLE_WIDTH)).print(table)
+    _write(f"{cluster.num_devices} x {cluster.device.name}, written to {path}", None)
+    return DONE
+
+
+def _device(name: str | None) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name is None:
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"{name!r} is no device; use one like cpu or cuda") from error
+    if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
+        raise UsageError(
+            f"there is no {device.type} device here; use cpu" + (f" or {accelerator}" if accelerator else "")
+        )
+    return device
 
 
 @app.command()

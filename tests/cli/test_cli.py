@@ -10,6 +10,7 @@ import pytest
 
 from autopar.cli import BAD_INPUT, CHECK_FAILED, DONE, NOTHING_FITS, main
 from autopar.cli_options import bytes_of
+from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.errors import UsageError
 from autopar.models.catalogue import names
 from autopar.plan import Plan
@@ -152,6 +153,18 @@ def test_verify_as_json(run, model):
     assert all(set(row) == keys for row in document["rows"])
 
 
+def test_calibrate_writes_a_cluster_that_search_reads(run, model, tmp_path):
+    path = tmp_path / "clusters" / "here.json"
+    code, out, _ = run("calibrate", "--device", "cpu", "--repeats", 1, "-o", path)
+    assert code == DONE
+    assert "matmul" in out
+    assert str(path) in out
+    assert Cluster.from_file(path).num_devices == 1
+    code, out, _ = run("search", model, "--cluster", path)
+    assert code == DONE
+    assert "= 1 rank," in out
+
+
 def test_a_plan_with_a_wrong_layout_fails_the_check_or_is_refused(run, model, tmp_path, monkeypatch):
     """A rule that lies is found: the row of a matrix product is told to forget that a split sum is partial."""
     from autopar.passes.rules import table
@@ -188,6 +201,8 @@ def test_a_plan_with_a_wrong_layout_fails_the_check_or_is_refused(run, model, tm
         (["dump", "{model}", "--tp", "2", "--only", "weights"], "use one of collectives"),
         (["dump", "{branching}"], "x.sum() > 0"),
         (["explain", "no-such-plan.json"], "cannot be read"),
+        (["calibrate", "--device", "abacus"], "'abacus' is no device"),
+        (["calibrate", "--repeats", "0"], "Invalid value for '--repeats'"),
         (["verify", "{model}", "--plan", "no-such-plan.json"], "cannot be read"),
     ],
 )
