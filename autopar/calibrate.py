@@ -152,6 +152,7 @@ def _measure_device(place: torch.device, sizes: Sequence[int], repeats: int, not
         memory_bytes_per_s=1 / line.seconds_per_byte if line.seconds_per_byte else 2.0 * COPY_BYTES[-1] / times[-1],
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
+        matmul_ramp_k=0.0 if place.type == "cpu" else 300.0,
         compute_units=torch.cuda.get_device_properties(place).multi_processor_count if place.type == "cuda" else 1,
         kernel_s=dispatch_s if place.type == "cpu" else 3e-6,
         dispatch_s=dispatch_s,

@@ -34,6 +34,7 @@ class Device:
         memory_bytes_per_s: peak bandwidth of the device memory.
         matmul_efficiency: share of the peak that the best large matmul sustains.
         dtype_efficiency: the same for formats that differ (``fp8``, ``fp4``).
+        matmul_ramp_k: inner length of a matmul whose time is lost at the start and end of a tile.
         memory_efficiency: share of the memory bandwidth that a large copy sustains.
         compute_units: processors (SMs) that tiles of a matmul are dealt out to.
         kernel_s: least time a kernel occupies the device.
@@ -49,6 +50,7 @@ class Device:
     memory_bytes_per_s: float
     matmul_efficiency: float = 0.85
     dtype_efficiency: Mapping[str, float] = field(default_factory=dict)
+    matmul_ramp_k: float = 300.0
     memory_efficiency: float = 0.85
     compute_units: int = 108
     kernel_s: float = 3e-6

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,18 @@ Floats = NDArray[np.float64]
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 1, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 
 ATTENTION = ("flash1", "flash", "cudnn", "unfused")
+
+
+# (rows, columns, share of the peak): large tiles reuse more of what they load.
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.95),
+    (256, 64, 0.9),
+    (64, 256, 0.9),
+    (128, 64, 0.82),
+    (64, 64, 0.65),
+)
 
 
 class OpKind(enum.Enum):
@@ -135,22 +147,15 @@ class KernelModel:
         attention_dropout: whether unfused attention drops out scores.
         linear_dtype: format in which matmuls by a weight run, when another than their inputs' (``fp8``).
         tiles: (rows, columns, share of the peak a full wave of such tiles reaches).
-        ramp_k: inner length whose time a tile loses at its start and end.
         misaligned: share of the peak left when an inner or outer length is not a multiple of 16 bytes.
-        compute_scale, memory_scale: what a fit found beyond the device's own efficiencies; 1 for our own programs.
     """
 
     device: Device
     attention: str = "flash"
     attention_dropout: bool = False
     linear_dtype: str = ""
-    tiles: tuple[tuple[int, int, float], ...] = field(
-        default=((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.9), (64, 256, 0.9), (128, 64, 0.82), (64, 64, 0.65))
-    )
-    ramp_k: float = 160.0
-    misaligned: float = 0.12
-    compute_scale: float = 1.0
-    memory_scale: float = 1.0
+    tiles: tuple[tuple[int, int, float], ...] = TILES
+    misaligned: float = 0.095
 
     def __post_init__(self) -> None:
         """Refuse an attention kernel that is not known."""
@@ -194,20 +199,20 @@ class KernelModel:
         return max(float(self.seconds(expanded).sum()), launches * dispatch_s)
 
     def _memory_rate(self) -> float:
-        return self.device.memory_bytes_per_s * self.device.memory_efficiency * self.memory_scale
+        return self.device.memory_bytes_per_s * self.device.memory_efficiency
 
     def _matmul_seconds(self, ops: Sequence[Op]) -> Floats:
         """Waves of tiles over the processors; the best tile, with the inner dimension cut in 1, 2, 4 or 8 parts."""
         dims = np.array([(s[0][0], s[0][1], s[1][2], s[0][2]) for s in (op.shapes for op in ops)], dtype=np.float64)
         batch, m, n, k = dims.T
-        peak = np.array([self.device.matmul_flops(op.dtype) for op in ops]) * self.compute_scale
+        peak = np.array([self.device.matmul_flops(op.dtype) for op in ops])
         per_unit = peak / self.device.compute_units
         best = np.full(len(ops), np.inf)
         for rows, columns, share in self.tiles:
             count = batch * np.ceil(m / rows) * np.ceil(n / columns)
             for parts in (1, 2, 4, 8):
                 waves = np.ceil(count * parts / self.device.compute_units)
-                length = np.ceil(k / parts) + self.ramp_k * (1 + (parts > 1))
+                length = np.ceil(k / parts) + self.device.matmul_ramp_k * (1 + (parts > 1))
                 best = np.minimum(best, waves * 2 * rows * columns * length / (per_unit * share))
         multiple = np.array([16 // ITEMSIZE[op.dtype] for op in ops])
         aligned = (n % multiple == 0) & (k % multiple == 0)
@@ -221,4 +226,4 @@ class KernelModel:
         blocks = b * heads * math.ceil(queries / 128)
         units = self.device.compute_units
         spread = math.ceil(blocks / units) * units / blocks
-        return op.flops * spread / (self.device.peak(op.dtype) * share * self.compute_scale)
+        return op.flops * spread / (self.device.peak(op.dtype) * share)

@@ -21,12 +21,14 @@ class StackProfile:
         attention: ``unfused``, ``flash`` or ``cudnn``.
         attention_dropout: whether unfused attention drops out scores.
         fused: whether element-wise chains run as one kernel.
+        fused_loss: whether logits, softmax and loss run as one kernel.
         dispatch_s: host time per kernel launch; what a small model waits for.
         step_overhead_s: host time per step: logging, loss scale, gradient norm, data.
         dp_overlap: share of the last backward behind which gradients are reduced.
         gather_overlap: share of the first forward behind which ZeRO-1 and 2 gather parameters.
         tp_overlap: share of tensor-parallel communication hidden behind its matmuls.
         fsdp_overlap: whether parameters are gathered, and gradients scattered, while other layers compute.
+        send_host_s: time in which host and device wait for each other at every pipeline message.
         send_overlap: whether pipeline sends run beside computation.
         linear_dtype: format of the matmuls by weights, when not the activations' (``fp8``).
         gradient_bytes: per element that is reduced: 2 or 4.
@@ -44,18 +46,20 @@ class StackProfile:
     attention: str = "flash"
     attention_dropout: bool = False
     fused: bool = True
+    fused_loss: bool = True
     dispatch_s: float = 0.0
     step_overhead_s: float = 0.0
     dp_overlap: float = 0.0
     gather_overlap: float = 0.0
     tp_overlap: float = 0.0
     fsdp_overlap: bool = True
+    send_host_s: float = 0.0
     send_overlap: bool = True
     linear_dtype: str = ""
     gradient_bytes: int = 2
     optimizer_bytes: float = 34.0
     jitter: float = 0.008
-    slowdown: float = 0.1
+    slowdown: float = 0.2
     recompute_whole: bool = False
     shard_ranks: int = 0
     memory_meter: str = "allocated"

@@ -114,7 +114,10 @@ class StepModel:
         """
         spans = self.cluster.axis_levels(plan.sizes)
         times = {layer.name: self._layer(layer, plan, spans) for stage in stages for layer, _ in stage}
-        send_s = float(self.collectives.seconds(Collective.SEND, plan.send_bytes, spans["pp"])) if plan.pp > 1 else 0.0
+        send_s = 0.0
+        if plan.pp > 1:
+            send_s = float(self.collectives.seconds(Collective.SEND, plan.send_bytes, spans["pp"]))
+            send_s += self.stack.send_host_s
         costs = [
             StageCost(
                 forward_s=sum(times[layer.name].forward_s * n for layer, n in stage),
@@ -153,9 +156,13 @@ class StepModel:
         return StageCost(forward_s=forward_s, backward_s=backward_s)
 
     def _run(self, ops: Sequence[Op], transfers: Sequence[Transfer], spans: dict[str, Span]) -> float:
-        """Computation, and the communication between that it cannot hide."""
+        """Computation and the communication that it cannot hide; or the host, when it launches more slowly."""
         sent_s = sum(float(self.collectives.seconds(t.collective, t.bytes, spans[t.group])) for t in transfers)
-        return self.kernels.total_seconds(ops, dispatch_s=self.stack.dispatch_s) + sent_s * (1 - self.stack.tp_overlap)
+        expanded = self.kernels.expand(ops)
+        device_s = float(self.kernels.seconds(expanded).sum()) if expanded else 0.0
+        launches = sum(op.num_kernels for op in expanded)
+        device_s += sent_s * (1 - self.stack.tp_overlap)
+        return side_by_side(device_s, launches * self.stack.dispatch_s)
 
     def _beside(self, compute_s: float, transfer_s: float) -> float:
         """Computation and communication side by side, or after one another."""
@@ -228,6 +235,15 @@ class StepModel:
         parts["gradients"] = _left(reduce_s, window_s, stack.slowdown)
         parts["parameters"] = _left(gather_s, sum(c.forward_s for c in costs) * stack.gather_overlap, stack.slowdown)
         return parts
+
+
+def side_by_side(device_s: float, host_s: float) -> float:
+    """Device and host in a pipeline: the slower sets the pace, and where they are close each also waits for the other.
+
+    >>> side_by_side(3.0, 0.0), round(side_by_side(1.0, 1.0), 3)
+    (3.0, 1.26)
+    """
+    return float((device_s**3 + host_s**3) ** (1 / 3))
 
 
 def _left(transfer_s: float, window_s: float, slowdown: float) -> float:

@@ -161,7 +161,7 @@ def predict(
     cluster: Cluster,
     *,
     optimizer_bytes_per_parameter_byte: float = 2.0,
-    slowdown: float = 0.1,
+    slowdown: float = 0.2,
 ) -> ProgramCost:
     """Predict the step of the given programs, one of each pipeline stage (the ranks of a stage are alike).
 

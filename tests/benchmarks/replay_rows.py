@@ -283,7 +283,7 @@ def layer_costs(run: Run, stack: StackProfile) -> tuple[LayerCost, LayerCost, La
         backward_transfers=tensor + keys_back,
         num_parameters=ops.num_parameters,
     )
-    head_ops = priced(head_shapes, fused=stack.fused)
+    head_ops = priced(head_shapes, fused=stack.fused and stack.fused_loss)
     table = head_shapes.vocab * run.hidden
     one = tensor[:1]
     head = LayerCost(
