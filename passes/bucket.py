@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from torch import fx
@@ -128,9 +129,12 @@ def input_chain(node: fx.Node) -> list[fx.Node] | None:
 def join_gathers(graph: fx.Graph, bucket: Sequence[fx.Node]) -> None:
     """Replace the all_gathers of ``bucket`` by one coalesced call at the place of the first."""
     first = bucket[0]
+    late = set(graph.nodes) - nodes_before(graph, first)
     for node in bucket[1:]:
         for link in input_chain(node) or ():
-            first.prepend(link)
+            if link in late:  # what stands above may have other users there
+                first.prepend(link)
+                late.remove(link)
     emitter = Emitter(graph, first.meta["val"].fake_mode)
     with graph.inserting_before(first):
         emitter.describe(first)
@@ -139,6 +143,11 @@ def join_gathers(graph: fx.Graph, bucket: Sequence[fx.Node]) -> None:
     for node, part in zip(bucket, parts, strict=True):
         node.replace_all_uses_with(part)
         graph.erase_node(node)
+
+
+def nodes_before(graph: fx.Graph, last: fx.Node) -> set[fx.Node]:
+    """The nodes that stand above ``last``."""
+    return set(takewhile(lambda node: node is not last, graph.nodes))
 
 
 def join_reductions(graph: fx.Graph, bucket: Sequence[fx.Node]) -> None:

@@ -86,14 +86,16 @@ def start_gathers_early(graph: fx.Graph) -> None:
             chains = gather_chains(node)
             if chains is not None:
                 gathers.append((node, chains))
-    position = {node: i for i, node in enumerate(graph.nodes)}
+    position: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
     for (before, _), (node, chain) in zip(gathers, gathers[1:], strict=False):
         waits = [n for n in downstream(before) if is_wait(n)]
         anchor = min(waits, key=position.__getitem__, default=None)
         if anchor is None or position[anchor] > position[node]:
             continue
         for link in (*chain, node, *(u for u in list(node.users) if not is_wait(u))):
-            anchor.prepend(link)
+            if position[link] > position[anchor]:  # what stands above may have other users there
+                anchor.prepend(link)
+                position[link] = position[anchor] - 0.5
 
 
 def gather_chains(node: fx.Node) -> list[fx.Node] | None:
