@@ -16,8 +16,10 @@ from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.errors import ConstraintError, PlanError, UsageError
 from autopar.lower import Lowering
 from autopar.passes.base import Mesh, Program, StepGraph
+from autopar.passes.placement import Layout
 from autopar.passes.rules.table import RuleTable
-from autopar.plan import Constraints, Plan
+from autopar.plan import Constraints, Plan, format_placement
+from autopar.runtime.arrivals import GlobalCall
 from autopar.runtime.engine import Engine
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.runner import Compiled
@@ -167,7 +169,7 @@ class Options:
     def like(self, plan: Plan) -> Options:
         """The options for another kind of call of a module that is laid out by ``plan``."""
         layers = dict(self.constraints.layers)
-        if plan.pp > 1 and plan.num_stages == plan.pp:
+        if plan.pp > 1:
             for layer in sorted(filter(None, plan.stages), key=lambda path: path.count(".")):
                 layers[layer] = {**layers.pop(layer, {}), "stage": plan.stages[layer]}
         fixed = dataclasses.replace(
@@ -209,23 +211,21 @@ class Pipeline:
     options: Options
     world: World
 
-    def __call__(self, args: Any, kwargs: Any, targets: Any, plan: Plan | None) -> Compiled:  # noqa: ANN401
+    def __call__(self, call: GlobalCall, plan: Plan | None) -> Compiled:
         """Capture the call, plan it and lower it for this rank.
 
         Args:
-            args: positional arguments of the global call.
-            kwargs: its keyword arguments.
-            targets: its targets.
+            call: what one device would be called with.
             plan: the plan by which the model is laid out already, or None.
         """
         world = self.world
-        step = world.together(
-            "capturing the model",
-            lambda: capture(self.model, args, kwargs, loss_fn=self.loss_fn, targets=targets),
-        )
-        agreed = self._agreed_plan(step, plan)
+        step = world.together("capturing the model", lambda: self._capture(call))
+        agreed = taking(self._agreed_plan(step, plan), call.layouts)
         program = world.together("lowering the plan", lambda: self._lower(step, agreed))
         return Compiled(step=step, plan=agreed, program=program)
+
+    def _capture(self, call: GlobalCall) -> StepGraph:
+        return capture(self.model, call.args, call.kwargs, loss_fn=self.loss_fn, targets=call.targets)
 
     def _agreed_plan(self, step: StepGraph, earlier: Plan | None) -> Plan:
         """One plan for all ranks: the user's for the first program, else rank 0's choice."""
@@ -259,6 +259,15 @@ class Pipeline:
             disable_passes=options.disable_passes,
         )
         return lowering.program(self.world.rank)
+
+
+def taking(plan: Plan, inputs: Mapping[str, Layout]) -> Plan:
+    """The plan with inputs taken as they come, where ranks hold parts of them."""
+    texts = {
+        name: tuple(format_placement(p, size) for p, size in zip(layout, plan.mesh.sizes, strict=True))
+        for name, layout in inputs.items()
+    }
+    return dataclasses.replace(plan, storage={**plan.storage, **texts}) if texts else plan
 
 
 def choose_plan(step: StepGraph, options: Options, world_size: int) -> Plan:

@@ -9,15 +9,36 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 
 from autopar.capture import flatten_call
 from autopar.cost_models.errors import InputError
 from autopar.passes.base import Mesh
-from autopar.passes.placement import chunk
+from autopar.passes.placement import REPLICATE, Layout, Placement, chunk, make_shard
 from autopar.runtime.border import batch_layout
+from autopar.runtime.groups import Groups
+from autopar.runtime.layout import dtensor_placements, is_storable
 from autopar.runtime.outputs import LeafLayouts
 from autopar.runtime.world import World
 from autopar.torch_private import DTensorSpec, pytree
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalCall:
+    """What one device would be called with, where ranks pass parts of it.
+
+    Attributes:
+        args: positional arguments; tensors of which ranks hold parts are meta tensors.
+        kwargs: keyword arguments.
+        targets: targets.
+        layouts: how the inputs lie of which ranks hold parts, by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: tuple[Any, ...]
+    layouts: Mapping[str, Layout]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +94,25 @@ class Arrival:
         parts = [f"has {', '.join(added)}"] * bool(added) + [f"lacks {', '.join(missing)}"] * bool(missing)
         return " and ".join(parts)
 
-    def as_global(self, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]]) -> tuple[Any, Any, Any]:
-        """``(args, kwargs, targets)`` of the global call: tensors that are not whole here become meta ones."""
+    def as_global(
+        self, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]], groups: Groups | None
+    ) -> GlobalCall:
+        """The global call: tensors that are not whole here become meta ones.
+
+        Args:
+            layouts: how the leaves lie that are not whole.
+            shapes: global shapes of those that are plain tensors.
+            groups: the mesh that the module lies on already; None alone, and for the first call.
+        """
         leaves = list(self.leaves)
         for i, tensor in self.tensors:
             if i in shapes or i in layouts:
                 shape = shapes.get(i, tuple(tensor.shape))
                 leaves[i] = torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
         args, kwargs, targets = pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs, targets
+        return GlobalCall(
+            args=args, kwargs=kwargs, targets=targets, layouts=_input_layouts(self.names, layouts, groups)
+        )
 
 
 def _kind(leaf: Any) -> str:  # noqa: ANN401 - whatever users pass
@@ -112,6 +143,35 @@ def check_equal(arrival: Arrival, world: World) -> None:
 def dtensor_layouts(arrival: Arrival) -> dict[int, DTensorSpec]:
     """The layouts of the inputs that are DTensors."""
     return {i: tensor._spec for i, tensor in arrival.tensors if isinstance(tensor, DTensor)}
+
+
+def _input_layouts(names: Sequence[str], layouts: LeafLayouts, groups: Groups | None) -> dict[str, Layout]:
+    """How the inputs lie that are parts, by name, for the plan to take them as they come.
+
+    A DTensor on another mesh, or one that is split in a way of its own, is left to be redistributed at every call.
+    """
+    found: dict[str, Layout] = {}
+    for i, layout in layouts.items():
+        known = layout if not isinstance(layout, DTensorSpec) else _layout_of(layout, groups)
+        if known is not None:
+            found[names[i]] = known
+    return found
+
+
+def _layout_of(spec: DTensorSpec, groups: Groups | None) -> Layout | None:
+    if groups is None or spec.mesh != groups.device_mesh:
+        return None
+    found: list[Placement] = []
+    for placement, ranks in zip(spec.placements, groups.mesh.sizes, strict=True):
+        if isinstance(placement, TorchShard):
+            found.append(make_shard(placement.dim, 1, spec.shape[placement.dim], ranks) if ranks > 1 else REPLICATE)
+        elif isinstance(placement, TorchReplicate):
+            found.append(REPLICATE)
+        else:
+            return None
+    layout = tuple(found)
+    same = is_storable(layout, spec.shape, groups.mesh)
+    return layout if same and dtensor_placements(layout, spec.shape, groups.mesh) == spec.placements else None
 
 
 def local_batch(

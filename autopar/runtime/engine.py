@@ -16,6 +16,7 @@ from autopar.passes.base import Mesh
 from autopar.plan import Plan
 from autopar.runtime.arrivals import (
     Arrival,
+    GlobalCall,
     check_equal,
     check_values,
     dtensor_layouts,
@@ -44,7 +45,7 @@ Key = list[Any]
 class Pipeline(Protocol):
     """Makes a program for one kind of call; all ranks call it alike."""
 
-    def __call__(self, args: Any, kwargs: Any, targets: Any, plan: Plan | None) -> Compiled:  # noqa: ANN401
+    def __call__(self, call: GlobalCall, plan: Plan | None) -> Compiled:
         """Capture the call and lower it, under the layouts of ``plan`` where there is one already."""
         ...
 
@@ -248,9 +249,9 @@ class Engine:
             raise CaptureError(f"{error} (this call {difference}, unlike the one that was compiled)") from error
 
     def _run_pipeline(self, arrival: Arrival, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]]) -> Compiled:
-        args, kwargs, targets = arrival.as_global(layouts, shapes)
+        call = arrival.as_global(layouts, shapes, self.groups)
         with open_hooks(self.model), self.state.complete():
-            return self.pipeline(args, kwargs, targets, self.plan)
+            return self.pipeline(call, self.plan)
 
     def _keep(self, key: Key, compiled: Compiled, layouts: LeafLayouts) -> Entry:
         """Make the program's groups and its runner, and put it into the cache in place of the least recently made."""

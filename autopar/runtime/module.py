@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,13 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.cost_models.errors import RuntimeStateError
+from autopar.passes.base import Program
 from autopar.plan import Plan
+from autopar.report.dump import dump
 from autopar.runtime.engine import Engine
 from autopar.runtime.hooks import close_hooks
 from autopar.runtime.initialise import initialise
+from autopar.runtime.loader import ShardedLoader
 from autopar.runtime.optimizers import adopt, refuse_stale
 
 METADATA = "_metadata"  # where a state dict keeps the versions of its modules
@@ -167,12 +170,39 @@ class ParallelModule(nn.Module):
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """This rank's program for the latest kind of call; groups go by the names of the mesh axes."""
+        """The graph of :attr:`program`; groups go by the names of the mesh axes."""
+        return self.program.graph_module
+
+    @property
+    def program(self) -> Program:
+        """This rank's program for the latest kind of call."""
         last = self.engine.last
         if last is None:
             raise RuntimeStateError("the module was not compiled yet")
-        graph_module: fx.GraphModule = last.runner.program.graph_module
-        return graph_module
+        program: Program = last.runner.compiled
+        return program
+
+    def dump(self, format: str = "text", *, layer: str | None = None, only: str | None = None) -> str:
+        """This rank's program for the latest kind of call, for people and machines.
+
+        Args:
+            format: "text" (readable Python), "json", "dot" or "svg".
+            layer: pattern of layer names, or None for all.
+            only: "collectives", "parameters", "buffers", "inputs", "gradients" or "computation", or None for all.
+        """
+        return dump(self.program, format, layer=layer, only=only)
+
+    def shard(self, loader: Iterable[Any]) -> ShardedLoader:
+        """Let every rank keep its rows of the global batches that ``loader`` gives.
+
+        Args:
+            loader: a DataLoader (its rows are then loaded where they are needed) or another iterable of global batches,
+                the same on every rank.
+
+        Returns:
+            an iterable of the same batches with DTensors in place of tensors, which the module takes as inputs.
+        """
+        return ShardedLoader(loader, self.engine.world, self.engine.groups)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ class Runner:
         self, compiled: Compiled, home: Home, leaf_layouts: LeafLayouts, *, low_precision: bool = False
     ) -> None:
         program, groups = on_stage(compiled.program), home.groups
-        self.low_precision = low_precision
+        self.compiled, self.low_precision = compiled.program, low_precision
         self.program, self.home, self.plan, self.loss_leaf = program, home, compiled.plan, compiled.step.loss_leaf
         specs = [(program.inputs[i], program.input_tensors[i]) for i in input_order(program)]
         held = [pair for pair in specs if pair[0].kind in (InputKind.PARAMETER, InputKind.BUFFER)]

@@ -295,6 +295,33 @@ def test_every_data_rank_may_pass_its_part(ranks, want, kind):
     ranks(2, local_batches, want, kind)
 
 
+def loaders(kind):
+    plain, compiled = pair(PLANS["dp"])
+    ids, labels = data(20)
+    rows = list(zip(ids, labels, strict=True))
+    torch.manual_seed(dist.get_rank())  # shuffled otherwise on every rank
+    if kind == "rows":
+        loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
+    else:
+        loader = [[ids[i : i + 8], labels[i : i + 8]] for i in range(0, 20, 8)]
+    seen = []
+    sharded = compiled.shard(loader)
+    assert len(sharded) == 3
+    for ids, labels in sharded:
+        assert isinstance(ids, DTensor)
+        assert ids.to_local().shape[0] == ids.shape[0] // 2
+        seen.append(ids.full_tensor())
+        wanted = cross_entropy(plain(seen[-1]), labels.full_tensor())
+        torch.testing.assert_close(compiled(ids, targets=(labels,)), wanted)
+    return torch.cat(seen).sort(0).values, data(20)[0].sort(0).values
+
+
+@pytest.mark.parametrize("kind", ["rows", "batches"])
+def test_loaders_give_every_rank_its_rows(ranks, kind):
+    for seen, every in ranks(2, loaders, kind):
+        assert torch.equal(seen, every)
+
+
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
