@@ -21,7 +21,7 @@ from autopar.passes.lowering import Emitter, LocalContext, Memo
 from autopar.passes.options import Choice, Value, replicated, shape_of, value_of
 from autopar.passes.placement import REPLICATE, Layout, Partial, local_shape
 from autopar.passes.random import SEED_NAME, lower_random
-from autopar.passes.redistribute import MICROBATCHES, Redistributor
+from autopar.passes.redistribute import MICROBATCHES, Redistributor, steps, wire_bytes
 from autopar.passes.rules.row import Call, Row, is_getitem
 from autopar.passes.rules.table import op_name
 

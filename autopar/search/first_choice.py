@@ -47,7 +47,7 @@ TOUCH_SEQUENCE = 0.05  # the same where the user asked for activations to be spl
 WEIGHT = 10.0  # price of moving a weight over a tensor axis, relative to an activation: that axis is there to split it
 LATE = 0.99  # price of moving what leaves the step, relative to moving it earlier
 COPY = 1e-3  # price of touching the bytes that a redistribution moves
-KEEP = 0.05  # price of keeping a byte of a parameter
+KEEP = 3.0  # price of keeping a byte of a parameter: a tensor axis is there to split them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
