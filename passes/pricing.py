@@ -210,6 +210,8 @@ def recomputed(graph: fx.Graph) -> list[fx.Node]:
     """
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
+        if node.op == "output":
+            continue
         if _phase(node) is Phase.BACKWARD and node.op != "placeholder":
             needed.update(a for a in node.all_input_nodes if _phase(a) is Phase.FORWARD)
         elif node in needed:

@@ -16,7 +16,7 @@ def test_parse_reads_counts_outermost_first() -> None:
     assert cluster.num_devices == 32
     assert [level.name for level in cluster.levels] == ["nvlink", "network"]
     assert cluster.device.peak("bf16") == 312e12
-    assert cluster.levels[1].device_bytes_per_s == 25e9
+    assert cluster.levels[1].port_bytes_per_s == 25e9
 
 
 def test_parse_splits_a_flat_count_into_nodes() -> None:
