@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_unflatten
 
 from autopar.cost_models.errors import PartitionError
 from autopar.cost_models.schedules import Action, Kind, Schedule, needs
@@ -26,7 +25,7 @@ from autopar.passes.microbatch import Fold, Ref, is_draw
 from autopar.passes.placement import REPLICATE, Layout
 from autopar.passes.redistribute import MICROBATCHES
 from autopar.passes.split_stages import stage_of_input
-from autopar.passes.torch_ops import ALL_REDUCE, IRECV, ISEND, WAIT
+from autopar.passes.torch_ops import ALL_REDUCE, IRECV, ISEND, WAIT, pytree
 
 ONCE = -1  # in place of a micro-batch
 MOST_SENDS = 2  # sends to one rank that may be under way before the oldest is waited for
@@ -278,6 +277,7 @@ class Unroll:
             if fold.join[j] and fold.live[j]:
                 self.readers.setdefault(fold.inputs[j][0], []).append(j)
         self.moves: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.tags: dict[tuple[int, int, int], int] = {}
 
     def run(self) -> Program:
         """Emit everything."""
@@ -361,6 +361,12 @@ class Unroll:
         for (i, m), ranks in wanted.items():
             source = self.layout.rank_of(self.fold.stage[i])
             self.moves[i, m] = [(source, target) for target in sorted(ranks) if target != source]
+        # Messages between two ranks are numbered in the order of the events, so that one cannot be taken for another.
+        sent: dict[tuple[int, int], int] = {}
+        for event in self.layout.events:
+            for i in self.layout.made_by(event):
+                for pair in self.moves.get((i, event.microbatch), ()):
+                    self.tags[i, event.microbatch, pair[1]] = sent[pair] = sent.get(pair, -1) + 1
 
     # events
 
@@ -431,7 +437,7 @@ class Unroll:
         else:
             target, spec, leaves = self.fold.described(0, i)
             filled = [self._value(self.fold.alias[a], ONCE) if isinstance(a, Ref) else a for a in leaves]
-            args, kwargs = tree_unflatten(filled, spec)
+            args, kwargs = pytree.tree_unflatten(filled, spec)
             new = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
         new.meta = plain_meta(node)
         return new
@@ -553,7 +559,7 @@ class Unroll:
             node = fold.lists[m][i]
             target, spec, leaves = fold.described(m, i)
             filled = [env[fold.alias[a]] if isinstance(a, Ref) else given.get((i, k), a) for k, a in enumerate(leaves)]
-            args, kwargs = tree_unflatten(filled, spec)
+            args, kwargs = pytree.tree_unflatten(filled, spec)
             env[i] = graph.create_node("call_function", target, args, kwargs, name=node.name)
             env[i].meta = dict(node.meta)
         graph.output(tuple(env[i] for i in part.outputs))
@@ -568,14 +574,14 @@ class Unroll:
         value = self._value(*key)
         self.emitter.describe(self.fold.nodes[key[0]])
         sent = self.emitter.contiguous(value)
-        waiting.append(self.emitter.call(ISEND, sent, target, 0, PIPELINE))
+        waiting.append(self.emitter.call(ISEND, sent, target, self.tags[*key, target], PIPELINE))
 
     def _receive(self, key: tuple[int, int], source: int) -> None:
         node = self.fold.lists[max(key[1], 0)][key[0]]
         self.emitter.describe(node)
         like = node.meta["val"]
         buffer = self.emitter.call("empty.memory_format", list(like.shape), dtype=like.dtype, device=like.device)
-        self.pending[key] = self.emitter.call(IRECV, buffer, source, 0, PIPELINE)
+        self.pending[key] = self.emitter.call(IRECV, buffer, source, self.tags[*key, self.place], PIPELINE)
 
     def _received(self, key: tuple[int, int]) -> fx.Node:
         node = self.fold.lists[max(key[1], 0)][key[0]]

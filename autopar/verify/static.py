@@ -23,6 +23,7 @@ from autopar.verify.communication import (
     read_messages,
     where,
 )
+from autopar.verify.happens_before import HappensBefore
 from autopar.verify.meetings import Handle, Switchboard, Tensors, Waits, check_ranks, run_together
 
 
@@ -51,7 +52,8 @@ def check_programs(programs: Sequence[Program]) -> None:
     """Check, without running anything, that the communications of all ranks fit together.
 
     In every group the k-th collectives of all members must agree in op, shapes, dtypes, reduce op and layer, every send
-    must meet its receive, and no order of waits may make the ranks wait for each other.  Programs that communicate
+    must meet its receive, and no order of waits may make the ranks wait for each other, even where a send blocks until it
+    is received.  Programs that communicate
     alike are folded into one.
 
     Args:
@@ -73,7 +75,9 @@ def check_programs(programs: Sequence[Program]) -> None:
             if event.message is not None:
                 check_alone(board.call(event.message, 0, event.node))
         return
-    run_together([_walk(rank, own, board) for rank, own in enumerate(events)], board)
+    order = HappensBefore()
+    run_together([_walk(rank, own, board, order) for rank, own in enumerate(events)], board)
+    order.check()
 
 
 def _all_alike(events: Sequence[list[_Event]]) -> bool:
@@ -85,14 +89,17 @@ def _all_alike(events: Sequence[list[_Event]]) -> bool:
     return all([e.signature for e in own] == first for own in others)
 
 
-def _walk(rank: int, events: list[_Event], board: Switchboard) -> Waits[None]:
+def _walk(rank: int, events: list[_Event], board: Switchboard, order: HappensBefore) -> Waits[None]:
     issued: list[list[Handle]] = []
     for event in events:
         if event.message is not None:
-            issued.append(board.post(board.call(event.message, rank, event.node), []))
+            call = board.call(event.message, rank, event.node)
+            issued.append(board.post(call, []))
+            order.issued(call, issued[-1][0].meeting)
             continue
         issue, _ = event.awaits
         handle = issued[issue][0]
+        order.waited(rank, handle.meeting)
         if not handle.done:
             yield handle
 
