@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten
 
 from autopar.cost_models.errors import ConstraintError, PartitionError
 from autopar.passes.base import InputKind, Phase, Program
@@ -26,7 +25,7 @@ from autopar.passes.random import seeded
 from autopar.passes.redistribute import MICROBATCHES
 from autopar.passes.rules.row import is_getitem
 from autopar.passes.split_stages import STAGE, early_backward
-from autopar.passes.torch_ops import ALL_GATHER, ALL_REDUCE, group_of, is_collective, is_wait
+from autopar.passes.torch_ops import ALL_GATHER, ALL_REDUCE, group_of, is_collective, is_wait, pytree
 
 # Calls that only bring a parameter into another form; a stage that needs it in that form does them itself.
 PREPARING = frozenset(
@@ -107,7 +106,7 @@ class Fold:
     def described(self, microbatch: int, position: int) -> tuple[Any, Any, list[Any]]:
         """(target, shape of the arguments, leaves of the arguments) with nodes given by their positions."""
         node, index = self.lists[microbatch][position], self.index[microbatch]
-        leaves, spec = tree_flatten((node.args, node.kwargs))
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         return node.target, spec, [Ref(index[a]) if isinstance(a, fx.Node) else a for a in leaves]
 
     def _differs(self, i: int) -> bool:

@@ -3,7 +3,7 @@
 ``torch.ops._c10d_functional.*``: functional collectives (what ``torch.distributed._functional_collectives`` calls):
 they return at once; ``wait_tensor`` waits.
 ``OpOverload``: the type of ``torch.ops.aten.add.Tensor``.  ``FakeTensorMode``: tensors with a shape, dtype and device
-but no data (what ``torch.export`` runs models on).
+but no data (what ``torch.export`` runs models on).  ``pytree``: the flattening of nested containers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.utils import _pytree
+
+pytree = _pytree
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
