@@ -56,8 +56,13 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 # annotate, preserve_node_meta: user annotations on the nodes that a trace records, as ``torch.export`` keeps them.
 from torch.fx.traceback import annotate, preserve_node_meta
 
+# TorchDispatchMode: sees every operation that is dispatched.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 # pytree: the flattening of nested containers that ``torch.export`` and ``torch.func`` use for arguments and results.
 from torch.utils import _pytree as pytree
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 __all__ = [
     "DTensorSpec",
@@ -71,6 +76,7 @@ __all__ = [
     "checkpoint_regions",
     "compiling",
     "cuda_calls_ignored",
+    "dispatched",
     "dtensor",
     "eager_submodules",
     "foreach_mul_",
@@ -257,6 +263,25 @@ def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for mesh in {g.device_mesh for g in gradients if isinstance(g, DTensor)}:
         for axis in range(mesh.ndim):
             torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the operations that are dispatched inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Call]:
+    """(operation, positional arguments, keyword arguments) of all that ``function(*args, **kwargs)`` dispatches."""
+    with _Recorder() as recorder:
+        function(*args, **kwargs)
+    return recorder.calls
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from autopar.passes.base import InputKind, InputSpec, Program, ProgramTensor, St
 from autopar.passes.placement import REPLICATE
 from autopar.plan import Plan
 from autopar.runtime.bind import bind, input_order
+from autopar.runtime.bindings import Binding, use_bindings
 from autopar.runtime.border import Relayout, dtensor_reader, local_of, relayout
 from autopar.runtime.groups import Groups, on_stage
 from autopar.runtime.outputs import LeafLayouts, Outputs
@@ -163,6 +164,11 @@ def uses_float16(program: Program) -> bool:
 def as_callable(bound: fx.GraphModule, backend: str) -> Callable[..., Sequence[Any]]:
     """The function that runs a bound graph."""
     if backend == "eager":
+        known: dict[Any, Binding | None] = {}
+        for module in bound.modules():
+            if isinstance(module, fx.GraphModule):
+                use_bindings(module.graph, known)
+                module.recompile()
         function: Callable[..., Sequence[Any]] = bound.forward
         return function
     return torch.compile(bound, backend=backend, dynamic=False)
