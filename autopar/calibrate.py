@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,7 @@ def _measure_device(place: torch.device, sizes: Sequence[int], repeats: int, not
         rates = []
         for n in sizes:
             a, b = (torch.randn(n, n, device=place).to(dtype) for _ in range(2))
-            seconds = _seconds(lambda a=a, b=b: torch.mm(a, b), place, repeats)
+            seconds = _seconds(partial(torch.mm, a, b), place, repeats)
             note(f"matmul {name}", n, seconds)
             rates.append(2 * n**3 / seconds)
         peaks[name] = max(rates)
@@ -137,7 +138,7 @@ def _measure_device(place: torch.device, sizes: Sequence[int], repeats: int, not
     for size in COPY_BYTES:
         x = torch.randn(size // 4, device=place)
         out = torch.empty_like(x)
-        seconds = _seconds(lambda x=x, out=out: torch.add(x, 1.0, out=out), place, repeats)
+        seconds = _seconds(partial(torch.add, x, 1.0, out=out), place, repeats)
         note("element-wise", size, seconds)
         sizes_bytes.append(2.0 * size)
         times.append(seconds)
@@ -175,7 +176,7 @@ def _attention_shares(place: torch.device, peak: float, repeats: int, note: Note
     note("attention", s, forward_s)
 
     def both() -> None:
-        F.scaled_dot_product_attention(q, k, v).sum().backward()
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
 
     backward_s = max(_seconds(both, place, repeats) - forward_s, forward_s)
     note("attention backward", s, backward_s)
@@ -237,7 +238,7 @@ def _ranks_by_host() -> list[list[int]]:
     return list(hosts.values())
 
 
-def _level(
+def _level(  # noqa: PLR0913 -- one level, and how to measure it
     name: str,
     fanout: int,
     group: dist.ProcessGroup,
@@ -252,7 +253,7 @@ def _level(
         times = []
         for size in sizes:
             t = torch.zeros(size // 4 // fanout * fanout, device=place)
-            seconds = _meet_and_time(lambda t=t, run=run: run(t, group), group, place, repeats)
+            seconds = _meet_and_time(partial(run, t, group), group, place, repeats)
             note(f"{name} {collective.value}", size, seconds)
             times.append(seconds)
         line = fit_line(sizes, times)

@@ -1,7 +1,7 @@
 """What a plan runs on: devices in rank order, and levels of links from the innermost (an NVLink island) outwards.
 
 First stage of the cost models: everything that turns bytes or operations into seconds starts from a :class:`Cluster`.
-Ranks are numbered so that neighbours share the innermost level; the last axis of a mesh varies fastest, so it sits there.
+Ranks are numbered so that neighbours share the innermost level; the last axis of a mesh varies fastest and lies there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.cost_models.errors import ClusterError
 from autopar.cost_models.schema import check
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _HERE = Path(__file__).parent
 _FORMAT = "autopar-cluster-1"
@@ -76,7 +79,6 @@ class Device:
             if name in self.peak_flops:
                 return self.peak_flops[name]
         raise ClusterError(f"device {self.name!r} has no peak for {dtype!r}; it states {sorted(self.peak_flops)}")
-
 
     def matmul_flops(self, dtype: str) -> float:
         """What the best large matmul in ``dtype`` sustains, in operations per second."""
@@ -140,7 +142,7 @@ class DeviceRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """How a group of ranks lies over the levels: ``extents[i]`` is how many units it touches inside one unit of level i.
+    """How a group of ranks lies over the levels: ``extents[i]`` units are touched inside one unit of level i.
 
     The product of the extents is the number of ranks.  ``stride`` is the distance in ranks between neighbours.
     """
@@ -231,7 +233,7 @@ class Cluster:
             )
         spans: dict[str, Span] = {}
         stride = 1
-        for axis, size in reversed(sizes.items()):
+        for axis, size in reversed(list(sizes.items())):
             spans[axis] = Span(extents=self._extents(size, stride, total), stride=stride)
             stride *= size
         return dict(reversed(spans.items()))
@@ -268,7 +270,10 @@ class Cluster:
     def to_json(self) -> dict[str, Any]:
         """The document that :meth:`from_json` reads."""
         runs = [
-            {"count": r.count, "device": {k: dict(v) if isinstance(v, Mapping) else v for k, v in _fields(r.device).items()}}
+            {
+                "count": r.count,
+                "device": {k: dict(v) if isinstance(v, Mapping) else v for k, v in _fields(r.device).items()},
+            }
             for r in self.devices
         ]
         return {
@@ -284,7 +289,7 @@ class Cluster:
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_json(cls, document: Any, where: str = "cluster") -> Cluster:
+    def from_json(cls, document: Any, where: str = "cluster") -> Cluster:  # noqa: ANN401 -- whatever a file holds
         """Build a cluster from a decoded JSON document (see ``cluster.schema.json``).
 
         Raises:
@@ -293,9 +298,7 @@ class Cluster:
         check(document, json.loads((_HERE / "cluster.schema.json").read_text(encoding="utf-8")), where)
         return cls(
             name=document["name"],
-            devices=tuple(
-                DeviceRun(count=run["count"], device=Device(**run["device"])) for run in document["devices"]
-            ),
+            devices=tuple(DeviceRun(count=run["count"], device=Device(**run["device"])) for run in document["devices"]),
             levels=tuple(LinkLevel(**level) for level in document["levels"]),
             sources=document.get("sources", {}),
         )
@@ -404,7 +407,7 @@ def load_profile(name: str) -> dict[str, Any]:
     )
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: DataclassInstance) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 

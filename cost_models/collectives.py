@@ -191,8 +191,8 @@ class CollectiveModel:
             return (self._send(level, alone=alone),)
         crossed = [i for i, extent in enumerate(span.extents) if extent > 1]
         found = [self._flat(collective, span, crossed, alone=alone)] if len(crossed) > 1 else []
-        for choice in range(len(algorithms(collective))):
-            found.append(self._hierarchical(collective, span, crossed, choice, alone=alone))
+        choices = range(len(algorithms(collective)))
+        found.extend(self._hierarchical(collective, span, crossed, choice, alone=alone) for choice in choices)
         return tuple(found)
 
     def _send(self, level: LinkLevel, *, alone: bool) -> Route:

@@ -1,7 +1,7 @@
 """What kernels cost: a roofline over matmuls, attention and memory-bound chains, vectorised over the ops.
 
-A matmul is dealt out in output tiles to the processors of the device; a wave of tiles runs as long as a full one, and the
-inner dimension has to be long enough to hide the start of a tile.  Everything else is priced by the bytes it moves.
+A matmul is dealt out in output tiles to the processors of the device; a wave of tiles runs as long as a full one, and
+the inner dimension has to be long enough to hide the start of a tile.  Everything else is priced by the bytes it moves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from autopar.cost_models.cluster import Device
 from autopar.cost_models.errors import ClusterError
 
 Floats = NDArray[np.float64]
-ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 1, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
+ITEMSIZE = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "fp16": 2,
+    "bf16": 2,
+    "fp8": 1,
+    "fp4": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "bool": 1,
+}
 
 ATTENTION = ("flash1", "flash", "cudnn", "unfused")
 
@@ -52,8 +64,8 @@ class Op:
     Attributes:
         name: ATen name, such as ``mm``.
         kind: how it is priced.
-        shapes: MATMUL ``((batch, m, k), (batch, k, n))``; ATTENTION ``((b, heads, queries, d), (b, kv_heads, keys, d))``;
-            otherwise the shapes of inputs and outputs.
+        shapes: MATMUL ``((batch, m, k), (batch, k, n))``; ATTENTION ``((b, heads, queries, d), (b, kv_heads, keys,
+            d))``; otherwise the shapes of inputs and outputs.
         dtype: of the inputs: fp32, bf16, fp16, fp8...
         flops: floating-point operations executed (a causal kernel skips half).
         bytes: read and written, each tensor once.
@@ -73,7 +85,7 @@ class Op:
     is_linear: bool = False
 
 
-def matmul(
+def matmul(  # noqa: PLR0913 -- three sizes and what else names a matmul
     m: int, n: int, k: int, dtype: str, *, batch: int = 1, name: str = "mm", layer: str = "", is_linear: bool = True
 ) -> Op:
     """A matmul ``[batch, m, k] @ [batch, k, n]``.

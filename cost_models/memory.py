@@ -105,7 +105,7 @@ class StateBytes:
         return self.parameter + self.gradient + self.optimizer
 
 
-def state_bytes(
+def state_bytes(  # noqa: PLR0913 -- the ways in which state is kept
     *,
     optimizer: str = "adamw",
     parameter_bytes: int = 4,

@@ -110,8 +110,8 @@ def run(schedule: Schedule, stages: Sequence[StageCost], *, overlap_sends: bool 
 class _Order:
     """Actions of a schedule in an order in which all that they need comes first.
 
-    ``before[i]`` is the place of the message that action ``i`` waits for, or -1; ``sends[i]`` the stage whose ``send_s``
-    its own message costs, or -1.
+    ``before[i]`` is the place of the message that action ``i`` waits for, or -1; ``sends[i]`` the stage whose
+    ``send_s`` its own message costs, or -1.
     """
 
     actions: tuple[tuple[int, int, Kind], ...]

@@ -1,7 +1,7 @@
 """Pipeline schedules as text: who runs which stage's forward or backward on which micro-batch, in order.
 
-A schedule has one line a rank.  An action is stage, kind and micro-batch: ``0F1`` is the forward of stage 0 on micro-batch
-1; ``B`` is a whole backward; ``I`` and ``W`` are its two halves (gradient of the input, gradient of the weights).
+A schedule has one line a rank.  An action is stage, kind and micro-batch: ``0F1`` is the forward of stage 0 on
+micro-batch 1; ``B`` is a whole backward; ``I`` and ``W`` are its halves (gradient of the input, of the weights).
 Stage ``s`` runs on rank ``s % num_ranks``.  The timeline prices schedules; the passes turn them into programs.
 """
 
@@ -72,7 +72,9 @@ class Schedule:
         >>> print(Schedule.parse("0F0 0F1 0B0 0B1"))
         0F0 0F1 0B0 0B1
         """
-        return cls(ranks=tuple(tuple(_parse_action(word) for word in line.split()) for line in text.strip().split("\n")))
+        return cls(
+            ranks=tuple(tuple(_parse_action(word) for word in line.split()) for line in text.strip().split("\n"))
+        )
 
 
 def _parse_action(word: str) -> Action:
@@ -119,7 +121,8 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
         near = [m for m in range(1, 4 * num_microbatches) if m % max(1, m // num_ranks) == 0]
         good = sorted(sorted(near, key=lambda m: abs(m - num_microbatches))[:4])
         raise ConstraintError(
-            f"interleaved: {num_microbatches} micro-batches do not form equal rounds over {num_ranks} stages; {good} would"
+            f"interleaved: {num_microbatches} micro-batches do not form equal rounds over {num_ranks} ranks; "
+            f"{good} would"
         )
     width = num_microbatches // rounds if num_chunks > 1 else num_microbatches
     forwards = _chunk_order(num_chunks, rounds if num_chunks > 1 else 1, width)
@@ -148,8 +151,8 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: 
 def zero_bubble(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H1 (Qi et al. 2023): weight gradients fill the bubbles, with no more activations alive than under 1F1B.
 
-    The order is that of 1F1B; rank ``r`` puts each weight gradient off by ``r`` micro-batches, so that it has ``r`` left
-    for the time when it waits for the last gradients to come back.
+    The order is that of 1F1B; rank ``r`` puts each weight gradient off by ``r`` micro-batches, so that ``r`` are
+    left for the time when it waits for the last gradients to come back.
 
     >>> print(zero_bubble(2, 3))
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
@@ -232,7 +235,9 @@ def validate(schedule: Schedule) -> None:
             if kinds not in ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}):
                 got = "".join(sorted(k.value for k in kinds)) or "nothing"
                 raise _bad(
-                    schedule, stage % schedule.num_ranks, f"stage {stage}, micro-batch {m} needs F and B (or F, I, W), has {got}"
+                    schedule,
+                    stage % schedule.num_ranks,
+                    f"stage {stage}, micro-batch {m} needs F and B (or F, I, W), has {got}",
                 )
     _run(schedule)
 
@@ -270,6 +275,7 @@ def _run(schedule: Schedule) -> None:
 
 def _bad(schedule: Schedule, rank: int, what: str) -> VerificationError:
     grid = "\n".join(
-        f"{'>' if r == rank else ' '} rank {r}: {' '.join(str(a) for a in line)}" for r, line in enumerate(schedule.ranks)
+        f"{'>' if r == rank else ' '} rank {r}: {' '.join(str(a) for a in line)}"
+        for r, line in enumerate(schedule.ranks)
     )
     return VerificationError(f"schedule, rank {rank}: {what}\n{grid}")

@@ -21,7 +21,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def check(value: Any, schema: Mapping[str, Any], where: str) -> None:
+def check(value: object, schema: Mapping[str, Any], where: str) -> None:
     """Raise ClusterError unless ``value`` satisfies ``schema``; ``where`` names the document in the message.
 
     >>> check({"a": 1}, {"type": "object", "properties": {"a": {"type": "number"}}}, "file")

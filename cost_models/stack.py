@@ -68,4 +68,6 @@ class StackProfile:
     def __post_init__(self) -> None:
         """Refuse a gain that hides a wrong model."""
         if not GAIN_LIMITS[0] <= self.gain <= GAIN_LIMITS[1]:
-            raise ClusterError(f"stack {self.name!r}: gain {self.gain} is outside {GAIN_LIMITS}; find the cause instead")
+            raise ClusterError(
+                f"stack {self.name!r}: gain {self.gain} is outside {GAIN_LIMITS}; find the cause instead"
+            )

@@ -189,9 +189,7 @@ class StepModel:
     def _shard_seconds(self, layer: LayerCost, plan: UniformPlan) -> tuple[float, float]:
         """Gathering a layer's parameters and scattering its gradients (and reducing them over the replicas)."""
         shard, replicas = self._shard_group(plan)
-        gather = self.collectives.seconds(
-            Collective.ALL_GATHER, layer.num_parameters * layer.parameter_bytes, shard
-        )
+        gather = self.collectives.seconds(Collective.ALL_GATHER, layer.num_parameters * layer.parameter_bytes, shard)
         gradient_bytes = layer.num_parameters * self.stack.gradient_bytes
         scatter = self.collectives.seconds(Collective.REDUCE_SCATTER, gradient_bytes, shard)
         if replicas is not None:

@@ -1,7 +1,7 @@
 """An event simulator over the programs of the ranks: what runs when, what waits, what is exposed.
 
-Last stage of the cost models.  A program is a list of :class:`Event`; each runs on a stream of its rank, in order, after
-the events it waits for.  Communication slows computation of the same rank while both run.
+Last stage of the cost models.  A program is a list of :class:`Event`; each runs on a stream of its rank, in order,
+after the events it waits for.  Communication slows computation of the same rank while both run.
 """
 
 from __future__ import annotations

@@ -35,25 +35,30 @@ _DTYPES = {
     torch.bool: "bool",
 }
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Views and bookkeeping: nothing runs on the device.
-_FREE = frozenset(
+_FREE = _names(
     """view _unsafe_view reshape t transpose permute expand slice select split split_with_sizes unsqueeze squeeze detach
     alias as_strided unbind narrow view_as_real view_as_complex wait_tensor sym_size lift_fresh_copy lift_fresh
     _reshape_alias chunk diagonal unfold real imag resolve_conj resolve_neg empty empty_like new_empty
-    new_empty_strided empty_strided""".split()
+    new_empty_strided empty_strided"""
 )
 
 # Reductions, normalizations and copies: one pass over what they read and write, and they fuse with element-wise chains.
-_ONE_PASS = frozenset(
+_ONE_PASS = _names(
     """native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm
     native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_no_stats batch_norm_backward
     _batch_norm_with_update _fused_rms_norm _fused_rms_norm_backward _softmax _softmax_backward_data _log_softmax
     _log_softmax_backward_data native_dropout native_dropout_backward sum mean var var_mean amax amin max min argmax
     argmin prod any all logsumexp std cumsum _to_copy to clone copy cat stack nll_loss_forward nll_loss_backward
     linalg_vector_norm norm full full_like zeros zeros_like ones ones_like new_zeros new_full new_ones scalar_tensor
-    arange constant_pad_nd slice_backward select_backward slice_scatter select_scatter flip roll repeat triu tril bernoulli
-    rand_like randn_like rand randn threshold_backward masked_fill where contiguous gelu silu gelu_backward silu_backward
-    bitwise_not eye""".split()
+    arange constant_pad_nd slice_backward select_backward slice_scatter select_scatter flip roll repeat triu tril
+    bernoulli rand_like randn_like rand randn threshold_backward masked_fill where contiguous gelu silu gelu_backward
+    silu_backward bitwise_not eye"""
 )
 
 # Ops that touch as many elements of their table as they return (reads) or are given (writes).
@@ -282,18 +287,24 @@ def _mm(node: fx.Node, first: int, second: int) -> Op:
     )
 
 
+def _int(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"needs a whole number, got {value!r}")
+    return value
+
+
 def _convolution(node: fx.Node) -> Op:
     """As a matmul: pixels by channels; a grouped convolution is a batch of them."""
     x, weight = _argument(node, 0), _argument(node, 1)
     out = tensors(node.meta["val"])[0]
-    transposed, groups = bool(node.args[6]), int(node.args[8])  # type: ignore[call-overload]
+    transposed, groups = bool(node.args[6]), _int(node.args[8])
     pixels = x if transposed else out
     return _convolution_op(node, weight, pixels.shape[0] * math.prod(pixels.shape[2:]), groups, passes=1)
 
 
 def _convolution_backward(node: fx.Node) -> Op:
     grad, x, weight = (_argument(node, i) for i in range(3))
-    transposed, groups = bool(node.args[7]), int(node.args[9])  # type: ignore[call-overload]
+    transposed, groups = bool(node.args[7]), _int(node.args[9])
     pixels = x if transposed else grad
     mask: Any = node.args[10]
     passes = int(bool(mask[0])) + int(bool(mask[1]))
@@ -538,4 +549,3 @@ def buffers(
             )
         )
     return out
-

@@ -71,7 +71,7 @@ class _Writer:
                 leaves = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
                 return [after.get(leaf, {}) if isinstance(leaf, fx.Node) else {} for leaf in leaves]
             elif node.target is operator.getitem and node.args[0] in items:
-                after[node] = items[node.args[0]][int(node.args[1])]  # type: ignore[index,arg-type]
+                after[node] = items[node.args[0]][int(str(node.args[1]))]
             else:
                 after[node] = self.node(node, _latest([after.get(a, {}) for a in node.all_input_nodes]))
         return []
@@ -196,7 +196,12 @@ def _parameter_bytes(program: Program) -> float:
     """Bytes of the trainable parameters that the rank stores."""
     pairs = zip(program.graph_module.graph.find_nodes(op="placeholder"), program.inputs, strict=False)
     return float(
-        sum(tensor_bytes(t) for n, s in pairs if s.kind is InputKind.PARAMETER and s.trainable for t in tensors(n.meta.get("val")))
+        sum(
+            tensor_bytes(t)
+            for n, s in pairs
+            if s.kind is InputKind.PARAMETER and s.trainable
+            for t in tensors(n.meta.get("val"))
+        )
     )
 
 

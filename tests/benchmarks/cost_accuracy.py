@@ -1,6 +1,6 @@
 """How well the cost models predict published measurements.
 
-    python tests/benchmarks/cost_accuracy.py published_runs.csv published_runs_single_node.csv memory_runs.csv collectives.csv
+    python tests/benchmarks/cost_accuracy.py published_runs.csv memory_runs.csv collectives.csv
 
 The kind of a file is told by its columns.  Each model is a captured block and head, folded over its layers; its plan is
 priced by the functions that price our own plans.  ``--fit`` finds the residual gain of every source anew and writes it
@@ -55,9 +55,7 @@ def predict_seconds(run: Run) -> float:
         attention_dropout=stack.attention_dropout,
         linear_dtype=stack.linear_dtype,
     )
-    model = StepModel(
-        cluster=cluster, kernels=kernels, collectives=CollectiveModel(cluster=cluster), stack=stack
-    )
+    model = StepModel(cluster=cluster, kernels=kernels, collectives=CollectiveModel(cluster=cluster), stack=stack)
     return model.step(stages_of(run, stack), plan_of(run)).step_s
 
 
@@ -132,7 +130,8 @@ class Table:
         bias = statistics.fmean(errors) if errors else float("nan")
         middle = statistics.median(size) if size else float("nan")
         print(
-            f"{name[:52]:<52} {len(errors):>4} {skipped:>4} {100 * mean:>6.2f} {100 * middle:>6.2f} {100 * bias:>+6.2f} "
+            f"{name[:52]:<52} {len(errors):>4} {skipped:>4} {100 * mean:>6.2f} {100 * middle:>6.2f} "
+            f"{100 * bias:>+6.2f} "
             f"{_text(gain, 3):>6} {_text(left_out, 2, 100):>9} {_text(pairs, 3):>6} {_text(wide, 3):>6} "
             f"{_text(regret, 2, 100):>7}  {worst}"
         )
@@ -215,7 +214,7 @@ def report_times(rows: Iterable[Mapping[str, str]], table: Table, gains: dict[st
     table.row("of these: micro-batch, stages or recompute assumed", assumed)
     print(f"mean of the sources {100 * statistics.fmean(means):.2f} %", end="")
     if left_outs:
-        print(f"; gain from other sources of the same software (leave one source out) {100 * statistics.fmean(left_outs):.2f} %")
+        print(f"; leave one source out (gain from others of its software) {100 * statistics.fmean(left_outs):.2f} %")
     for source, reasons in skipped.items():
         print(f"skipped in {source[:50]}: {dict(reasons)}")
     with_memory = [p.run for p in every if p.run.memory_gib]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from replay_rows import Run, SkippedRowError, memory_stages_of, plan_of
+
 from autopar.cost_models.memory import MemoryCost, StateBytes, state_bytes, step_memory
 from autopar.cost_models.stack import StackProfile
-from replay_rows import Run, SkippedRowError, memory_stages_of, plan_of
 
 MIB = 2**20
 # What nvidia-smi counts outside PyTorch's allocator: the CUDA context and NCCL's channel buffers (PyTorch and NCCL docs
@@ -23,7 +24,11 @@ def small_run(row: Mapping[str, str]) -> Run:
         SkippedRowError: the test is not plain training, or its stage sizes or attention kernel are not in the row.
     """
     case = row["case"]
-    for word, why in (("grpo", "not plain training"), ("distill", "holds two models"), ("uneven", "stage sizes not stated")):
+    for word, why in (
+        ("grpo", "not plain training"),
+        ("distill", "holds two models"),
+        ("uneven", "stage sizes not stated"),
+    ):
         if word in case:
             raise SkippedRowError(why)
     if not row["attn"]:

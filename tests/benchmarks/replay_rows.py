@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from replay_templates import BlockShape, HeadShape, gather_keys, priced, split_sequence
+
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.collectives import Collective, Transfer
 from autopar.cost_models.memory import LayerMemory
 from autopar.cost_models.stack import StackProfile
 from autopar.cost_models.step import LayerCost, UniformPlan
-from replay_templates import BlockShape, HeadShape, gather_keys, priced, split_sequence
-
 
 T = TypeVar("T")
 
@@ -183,7 +183,10 @@ def cluster_of(run: Run) -> Cluster:
     rate = network_gbit_per_device(run.internode, run.node_size)
     if rate is None:
         return cluster
-    levels = [cluster.levels[0], dataclasses.replace(cluster.levels[1], port_bytes_per_s=rate * 1e9 / 8, devices_per_port=1.0)]
+    levels = [
+        cluster.levels[0],
+        dataclasses.replace(cluster.levels[1], port_bytes_per_s=rate * 1e9 / 8, devices_per_port=1.0),
+    ]
     return dataclasses.replace(cluster, levels=tuple(levels))
 
 
@@ -294,9 +297,7 @@ def layer_costs(run: Run, stack: StackProfile) -> tuple[LayerCost, LayerCost, La
         backward_transfers=one,
         num_parameters=table,
     )
-    embedding = LayerCost(
-        name="embedding", forward=(), backward=(), forward_transfers=one, num_parameters=table
-    )
+    embedding = LayerCost(name="embedding", forward=(), backward=(), forward_transfers=one, num_parameters=table)
     return embedding, block, head
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost_models.stack import StackProfile
 from replay_rows import Run
+
+from autopar.cost_models.stack import StackProfile
 
 # Megatron-LM and Megatron-DeepSpeed of 2020-2022: attention in separate kernels with dropout, reentrant checkpoints,
 # a loss in several passes, pipeline messages that stop the host.  Host times fitted to the small single-node models.
@@ -69,9 +70,9 @@ def stack_of(run: Run) -> StackProfile:
 def plan_as_run(run: Run) -> Run:
     """The run with what its source states wrongly put right.
 
-    vTrain's single-node table is annotated with full recompute from a configuration file of another experiment.  With it
-    a 2048-wide model on one A100 would sustain 258 TFLOP/s in unfused kernels (the slope of its time in the micro-batch),
-    more than any matmul of that device; without, 194.
+    vTrain's single-node table is annotated with full recompute from a configuration file of another experiment.  With
+    it a 2048-wide model on one A100 would sustain 258 TFLOP/s in unfused kernels (the slope of its time in the
+    micro-batch), more than such kernels can; without, 194.
     """
     if "ground_truth_single" in run.source:
         return dataclasses.replace(run, recompute="none")

@@ -178,15 +178,18 @@ class PricedOps:
         return sum(size / (ranks if layer in OUTSIDE else 1) for layer, size in self.saved)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def priced(shape: BlockShape | HeadShape, *, fused: bool) -> PricedOps:
     """Ops of a block or head."""
     graph = block_graph(shape) if isinstance(shape, BlockShape) else head_graph(shape)
     costs = price_graph(graph.graph, fused=fused)
     kept = saved(graph.graph, fused=fused)
     lives = [b for b in buffers(graph.graph) if b.kind != "input"]
-    held = sum(n.meta["val"].numel() for n, spec in zip(graph.placeholders, graph.inputs, strict=False)
-               if spec.kind is InputKind.PARAMETER)
+    held = sum(
+        n.meta["val"].numel()
+        for n, spec in zip(graph.placeholders, graph.inputs, strict=False)
+        if spec.kind is InputKind.PARAMETER
+    )
     return PricedOps(
         forward=costs.ops(Phase.FORWARD),
         backward=costs.ops(Phase.BACKWARD),
@@ -200,7 +203,8 @@ def priced(shape: BlockShape | HeadShape, *, fused: bool) -> PricedOps:
 def split_sequence(ops: tuple[Op, ...], ranks: int) -> tuple[Op, ...]:
     """Ops outside the tensor-parallel regions (norms, residual additions) on a part of the sequence."""
     return tuple(
-        dataclasses.replace(op, bytes=op.bytes / ranks, flops=op.flops / ranks) if op.layer in OUTSIDE else op for op in ops
+        dataclasses.replace(op, bytes=op.bytes / ranks, flops=op.flops / ranks) if op.layer in OUTSIDE else op
+        for op in ops
     )
 
 

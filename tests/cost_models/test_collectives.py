@@ -48,7 +48,12 @@ def test_unknown_algorithm_is_refused() -> None:
     assert algorithms(Collective.SEND) == (Algorithm.DIRECT,)
 
 
-@given(st.sampled_from(KINDS), st.integers(1, 10**10), st.integers(1, 10**9), st.sampled_from([(2, 1), (8, 1), (1, 4), (8, 4)]))
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 10**10),
+    st.integers(1, 10**9),
+    st.sampled_from([(2, 1), (8, 1), (1, 4), (8, 4)]),
+)
 def test_cost_grows_with_bytes(kind: Collective, size: int, more: int, extents: tuple[int, int]) -> None:
     less_s, more_s = MODEL.seconds(kind, [size, size + more], Span(extents=extents))
     assert 0 < less_s <= more_s

@@ -25,11 +25,7 @@ def brute_force(buffers: list[Buffer]) -> float:
     return max(sum(b.bytes for b in buffers if b.born <= t <= b.dies) for t in moments)
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 100)), min_size=1, max_size=12
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 100)), min_size=1, max_size=12))
 def test_peak_equals_brute_force(rows: list[tuple[int, int, int]]) -> None:
     buffers = [Buffer(name=str(i), bytes=s, born=min(a, b), dies=max(a, b)) for i, (a, b, s) in enumerate(rows)]
     assert peak(buffers).bytes == brute_force(buffers)
@@ -90,7 +86,9 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
 
 def test_the_head_owns_the_peak_of_the_last_stage() -> None:
     stages = [[(BLOCK, 2), (HEAD, 1)]]
-    (last,) = step_memory(stages, UniformPlan(), STACK, state_bytes(optimizer="sgd", parameter_bytes=2, gradient_bytes=2))
+    (last,) = step_memory(
+        stages, UniformPlan(), STACK, state_bytes(optimizer="sgd", parameter_bytes=2, gradient_bytes=2)
+    )
     assert last.parts["passing"] == HEAD.passing_bytes
     assert last.owner == "passing"
 

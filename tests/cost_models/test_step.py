@@ -91,9 +91,7 @@ def test_hosts_pace_small_models() -> None:
 @given(st.floats(1, 50))
 def test_bandwidth_never_slows(factor: float) -> None:
     base = model()
-    levels = tuple(
-        dataclasses.replace(lv, port_bytes_per_s=lv.port_bytes_per_s * factor) for lv in base.cluster.levels
-    )
+    levels = tuple(dataclasses.replace(lv, port_bytes_per_s=lv.port_bytes_per_s * factor) for lv in base.cluster.levels)
     cluster = dataclasses.replace(base.cluster, levels=levels)
     faster = dataclasses.replace(base, cluster=cluster, collectives=CollectiveModel(cluster=cluster))
     for plan in (UniformPlan(tp=8, dp=2), UniformPlan(dp=16, zero=3), UniformPlan(pp=2, dp=8, send_bytes=1e7)):

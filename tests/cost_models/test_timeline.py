@@ -74,7 +74,11 @@ def test_sends_delay_the_next_stage() -> None:
 
 
 @given(
-    st.sampled_from(["gpipe", "1f1b", "zb", "interleaved"]), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.data()
+    st.sampled_from(["gpipe", "1f1b", "zb", "interleaved"]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.booleans(),
+    st.data(),
 )
 def test_makespan_equals_the_simulator(name: str, p: int, m: int, overlap: bool, data: st.DataObject) -> None:
     chunks = 2 if name == "interleaved" else 1
@@ -107,8 +111,14 @@ def test_memory_curve_follows_the_activations_in_flight() -> None:
 
 
 def test_collectives_start_when_all_ranks_are_there() -> None:
-    slow = [Event(name="a", stream="compute", seconds=3.0), Event(name="r", stream="net", seconds=1.0, waits=((0, 0),), meets="k")]
-    fast = [Event(name="a", stream="compute", seconds=1.0), Event(name="r", stream="net", seconds=2.0, waits=((1, 0),), meets="k")]
+    slow = [
+        Event(name="a", stream="compute", seconds=3.0),
+        Event(name="r", stream="net", seconds=1.0, waits=((0, 0),), meets="k"),
+    ]
+    fast = [
+        Event(name="a", stream="compute", seconds=1.0),
+        Event(name="r", stream="net", seconds=2.0, waits=((1, 0),), meets="k"),
+    ]
     timeline = simulate([slow, fast])
     assert timeline.step_s == 5.0
     assert timeline.exposed_s(1) == 2.0
