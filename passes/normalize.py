@@ -22,9 +22,10 @@ from autopar.passes.partition import fake_mode_of
 from autopar.passes.rules.reductions import reduced_dims
 from autopar.passes.rules.row import Call, is_getitem
 from autopar.passes.rules.table import op_name
-from autopar.passes.torch_ops import OpOverload
+from autopar.passes.torch_ops import LazyGraphModule, OpOverload
 
 MEAN, SUM = 1, 2
+NARROW = (torch.float16, torch.bfloat16)  # dtypes that torch itself sums in float32
 Rewrite = Callable[[Emitter, Call], Any]
 
 
@@ -47,9 +48,9 @@ class Normalize:
         for node in list(graph.nodes):
             if node.op == "call_function" and isinstance(node.target, OpOverload):
                 self._rewrite(graph, node, emitter)
-        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        graph.eliminate_dead_code(is_impure_node=must_stay)
         graph.lint()
-        return replace(step, graph_module=fx.GraphModule(step.graph_module, graph))
+        return replace(step, graph_module=LazyGraphModule(step.graph_module, graph))
 
     def _rewrite(self, graph: fx.Graph, node: fx.Node, emitter: Emitter) -> None:
         name = op_name(node.target)  # type: ignore[arg-type]
@@ -73,9 +74,30 @@ class Normalize:
         graph.erase_node(node)
 
 
+def must_stay(node: fx.Node) -> bool:
+    """Whether a node stays though nobody uses it: a draw moves the generator on for those after it."""
+    return node.op in ("placeholder", "output") or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def count_of(call: Call, dims: list[int]) -> int:
     """Elements of the first tensor argument along ``dims``."""
     return math.prod(call.shapes[0][d] for d in dims)
+
+
+def widened(emitter: Emitter, x: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
+    """``x`` as it is summed: in ``dtype`` where that is asked for, and in float32 where its own is narrower."""
+    have = x.meta["val"].dtype
+    want = have if dtype is None else dtype
+    want = torch.float32 if want in NARROW else want
+    return x if want == have else emitter.call("_to_copy", x, dtype=want)
+
+
+def as_output(emitter: Emitter, x: fx.Node, call: Call, index: int = 0) -> fx.Node:
+    """``x`` in the dtype of the call's output ``index``."""
+    out = call.outputs[index]
+    if out is None or out.dtype == x.meta["val"].dtype:
+        return x
+    return emitter.call("_to_copy", x, dtype=out.dtype)
 
 
 def mean(emitter: Emitter, call: Call) -> Any:
@@ -84,60 +106,78 @@ def mean(emitter: Emitter, call: Call) -> Any:
     count = count_of(call, dims)
     if count == 0:
         return None
-    total = emitter.call(
-        "sum.dim_IntList", call["self"], dims, bool(call.args.get("keepdim", False)), dtype=call.args.get("dtype")
-    )
-    return emitter.call("div.Scalar", total, count)
+    x = widened(emitter, call["self"], call.args.get("dtype"))
+    total = emitter.call("sum.dim_IntList", x, dims, bool(call.args.get("keepdim", False)))
+    return as_output(emitter, emitter.call("div.Scalar", total, count), call)
 
 
 def moments(emitter: Emitter, call: Call) -> tuple[fx.Node, fx.Node]:
     """(mean, variance) over the call's dims, in two passes."""
     dims, keep = reduced_dims(call), bool(call.args.get("keepdim", False))
     correction = call.args.get("correction")
-    freedom = max(count_of(call, dims) - (1 if correction is None else correction), 0)
-    x = call["self"]
-    total = emitter.call("sum.dim_IntList", x, dims, True)
-    center = emitter.call("div.Scalar", total, count_of(call, dims))
+    count = count_of(call, dims)
+    freedom = max(count - (1 if correction is None else correction), 0)
+    x = widened(emitter, call["self"])
+    center = emitter.call("div.Scalar", emitter.call("sum.dim_IntList", x, dims, True), count)
     apart = emitter.call("sub.Tensor", x, center)
     square = emitter.call("sum.dim_IntList", emitter.call("mul.Tensor", apart, apart), dims, keep)
-    spread = emitter.call("div.Scalar", square, freedom if freedom else float("nan"))
+    spread = emitter.call("div.Scalar", square, float(freedom))
     if not keep:
         center = emitter.call("reshape", center, list(spread.meta["val"].shape))
     return center, spread
 
 
+def sums_squares(call: Call) -> bool:
+    """Whether the call's variance is a plain sum over something."""
+    return not call.tensors[0].meta["val"].is_complex() and math.prod(call.shapes[0]) > 0
+
+
 def var(emitter: Emitter, call: Call) -> Any:
     """var -> sum of squares / degrees of freedom."""
-    if call.outputs[0] is None or call.tensors[0].meta["val"].is_complex():
-        return None
-    return moments(emitter, call)[1]
+    return as_output(emitter, moments(emitter, call)[1], call) if sums_squares(call) else None
 
 
 def std(emitter: Emitter, call: Call) -> Any:
     """std -> sqrt(var)."""
-    if call.tensors[0].meta["val"].is_complex():
+    if not sums_squares(call):
         return None
-    return emitter.call("sqrt", moments(emitter, call)[1])
+    return as_output(emitter, emitter.call("sqrt", moments(emitter, call)[1]), call)
 
 
 def var_mean(emitter: Emitter, call: Call) -> Any:
     """var_mean -> both moments."""
-    if call.tensors[0].meta["val"].is_complex():
+    if not sums_squares(call):
         return None
     center, spread = moments(emitter, call)
-    return spread, center
+    return as_output(emitter, spread, call, 0), as_output(emitter, center, call, 1)
+
+
+def std_mean(emitter: Emitter, call: Call) -> Any:
+    """std_mean -> the square root of one moment, and the other."""
+    if not sums_squares(call):
+        return None
+    center, spread = moments(emitter, call)
+    return as_output(emitter, emitter.call("sqrt", spread), call, 0), as_output(emitter, center, call, 1)
 
 
 def vector_norm(emitter: Emitter, call: Call) -> Any:
-    """The 2-norm -> sqrt of a sum of squares."""
-    if call.args.get("ord", 2) != 2 or call.tensors[0].meta["val"].is_complex():
+    """A norm -> a sum, maximum or minimum of powers of absolute values."""
+    order, dims, keep = float(call.args.get("ord", 2)), reduced_dims(call), bool(call.args.get("keepdim", False))
+    if not dims or math.prod(call.shapes[0]) == 0:
         return None
-    x = call["self"]
-    if call.args.get("dtype") is not None:
-        x = emitter.call("_to_copy", x, dtype=call["dtype"])
-    square = emitter.call("mul.Tensor", x, x)
-    dims = reduced_dims(call)
-    return emitter.call("sqrt", emitter.call("sum.dim_IntList", square, dims, bool(call.args.get("keepdim", False))))
+    x = widened(emitter, call["self"], call.args.get("dtype"))
+    if order == 2 and not x.meta["val"].is_complex():
+        total = emitter.call("sum.dim_IntList", emitter.call("mul.Tensor", x, x), dims, keep)
+        return as_output(emitter, emitter.call("sqrt", total), call)
+    size = emitter.call("abs", x)
+    if math.isinf(order):
+        return as_output(emitter, emitter.call("amax" if order > 0 else "amin", size, dims, keep), call)
+    if order == 0:
+        present = emitter.call("_to_copy", emitter.call("ne.Scalar", size, 0), dtype=size.meta["val"].dtype)
+        return as_output(emitter, emitter.call("sum.dim_IntList", present, dims, keep), call)
+    power = size if order == 1 else emitter.call("pow.Tensor_Scalar", size, order)
+    total = emitter.call("sum.dim_IntList", power, dims, keep)
+    return as_output(emitter, total if order == 1 else emitter.call("pow.Tensor_Scalar", total, 1 / order), call)
 
 
 def nll_forward(emitter: Emitter, call: Call) -> Any:
@@ -228,7 +268,7 @@ def batch_norm_forward(emitter: Emitter, call: Call) -> Any:
     dims = [d for d in range(len(shape)) if d != 1]
     count = math.prod(shape[d] for d in dims)
     wide = x.meta["val"].dtype
-    if wide in (torch.float16, torch.bfloat16):
+    if wide in NARROW:
         x, wide = emitter.call("_to_copy", x, dtype=torch.float32), torch.float32
     center = emitter.call("div.Scalar", emitter.call("sum.dim_IntList", x, dims, True), count)
     apart = emitter.call("sub.Tensor", x, center)
@@ -277,7 +317,7 @@ def batch_norm_backward(emitter: Emitter, call: Call) -> Any:
     rank, dtype = len(shape), x.meta["val"].dtype
     dims = [d for d in range(rank) if d != 1]
     count = math.prod(shape[d] for d in dims)
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype in NARROW:
         grad, x = (emitter.call("_to_copy", t, dtype=torch.float32) for t in (grad, x))
     scale = per_channel(emitter, call["save_invstd"], rank)
     normal = emitter.call(
@@ -304,6 +344,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "aten::var.correction": var,
     "aten::std.correction": std,
     "aten::var_mean.correction": var_mean,
+    "aten::std_mean.correction": std_mean,
     "aten::linalg_vector_norm": vector_norm,
     "aten::nll_loss_forward": nll_forward,
     "aten::nll_loss2d_forward": nll_forward,

@@ -23,7 +23,9 @@ from autopar.passes.placement import REPLICATE, Layout, Partial, local_shape
 from autopar.passes.random import SEED_NAME, lower_random
 from autopar.passes.redistribute import MICROBATCHES, Redistributor, steps, wire_bytes
 from autopar.passes.rules.row import Call, Row, is_getitem
+from autopar.passes.rules.strides import takes_any_strides
 from autopar.passes.rules.table import op_name
+from autopar.passes.torch_ops import LazyGraphModule
 
 RESHAPES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape"})
 
@@ -111,7 +113,7 @@ class Partitioner:
                 self._call(node)
         outputs, tensors = self._outputs()
         self.graph.output(tuple(outputs))
-        module = fx.GraphModule(self.root, self.graph)
+        module = LazyGraphModule(self.root, self.graph)
         return Program(
             graph_module=module,
             inputs=self.step.inputs,
@@ -223,6 +225,9 @@ class Partitioner:
             layout = tuple(c.inputs[i] for c in choices)
             tensors.append(self._fetch(value_of(source), layout, phase))
         self.emitter.describe(node)
+        if not takes_any_strides(call.op):
+            pairs = zip(tensors, call.tensors, strict=True)
+            tensors = [self.emitter.contiguous(t) if s.meta["val"].is_contiguous() else t for t, s in pairs]
         context = LocalContext(
             self.emitter, call, row, tensors, choices, self.axes, self.sizes, self.coords
         )
