@@ -20,6 +20,7 @@ from autopar.passes.rules.row import Call, Dims, Row, is_getitem
 
 Value = tuple[fx.Node, int]
 Structure = tuple[int, int]  # (blocks, units): a dim seen as [blocks, units, rest]
+Atoms = tuple[tuple[str, tuple[Structure, ...]], ...]  # factors of a call and the atoms in which each may be split
 MAX_STRUCTURES = 8
 
 
@@ -164,22 +165,16 @@ class OptionSpace:
         self.rows = rows
         self.tensors = {node: Call(node).tensors for node in rows}
         self.structures = Structures(rows, self.tensors, seeds)
+        self._known: dict[tuple[int, Atoms, int], list[Choice]] = {}
 
     def choices(self, node: fx.Node, num_ranks: int) -> list[Choice]:
         """Every correct way to run ``node`` on an axis of ``num_ranks`` ranks; the first replicates."""
         row = self.rows[node]
-        found = {(c.inputs, c.outputs): c for c in (replicated(row),)}
-        for factor, structures in self.structures.of_node(node):
-            for blocks, units in structures:
-                if factor in row.whole and blocks != 1:
-                    continue
-                if can_split(units, num_ranks):
-                    choice = split_choice(row, factor, blocks, units, num_ranks)
-                    found.setdefault((choice.inputs, choice.outputs), choice)
-        for group in row.linear:
-            choice = linear_choice(row, group)
-            found.setdefault((choice.inputs, choice.outputs), choice)
-        return list(found.values())
+        atoms = tuple((factor, tuple(structures)) for factor, structures in self.structures.of_node(node))
+        key = (id(row), atoms, num_ranks)  # rows live as long as this object does
+        if key not in self._known:
+            self._known[key] = options_of(row, atoms, num_ranks)
+        return self._known[key]
 
     def storage(self, node: fx.Node, num_ranks: int) -> list[Placement]:
         """Placements in which an input of the step may be kept: replicated, or split as the calls want it."""
@@ -193,6 +188,20 @@ class OptionSpace:
                 continue
             found[make_shard(dim, blocks, units, num_ranks)] = None
         return list(found)
+
+
+def options_of(row: Row, atoms: Atoms, num_ranks: int) -> list[Choice]:
+    """Every correct way to run a call of ``row`` whose factors may be split in ``atoms``."""
+    found = {(c.inputs, c.outputs): c for c in (replicated(row),)}
+    for factor, structures in atoms:
+        for blocks, units in structures:
+            if can_split(units, num_ranks) and (blocks == 1 or factor not in row.whole):
+                choice = split_choice(row, factor, blocks, units, num_ranks)
+                found.setdefault((choice.inputs, choice.outputs), choice)
+    for group in row.linear:
+        choice = linear_choice(row, group)
+        found.setdefault((choice.inputs, choice.outputs), choice)
+    return list(found.values())
 
 
 def replicated(row: Row) -> Choice:

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.passes.base import Phase, StepGraph
 from autopar.passes.rules.row import is_getitem
-from autopar.passes.torch_ops import OpOverload
+from autopar.passes.torch_ops import LazyGraphModule, OpOverload
 
 COPY_OF = "copy_of"  # node.meta: name of the forward node that a node repeats
 
@@ -57,7 +57,7 @@ class Recompute:
         for region in repeated:
             repeat(graph, region)
         graph.lint()
-        return replace(step, graph_module=fx.GraphModule(step.graph_module, graph))
+        return replace(step, graph_module=LazyGraphModule(step.graph_module, graph))
 
     def acts_on(self, step: StepGraph) -> bool:
         """Whether there is anything to do."""

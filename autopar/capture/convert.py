@@ -15,6 +15,7 @@ from autopar.capture.labels import Region
 from autopar.capture.refuse import LOCAL_ADVICE
 from autopar.cost_models.errors import CaptureError
 from autopar.passes.base import InputKind, InputSpec, OutputKind, OutputSpec, Phase, StepGraph
+from autopar.passes.torch_ops import LazyGraphModule
 from autopar.torch_private import (
     FakeTensor,
     gradient_of,
@@ -64,7 +65,7 @@ def convert(
     outputs, values = _outputs(joint.graph, inputs, result)
     graph, constants = _copy(joint, inputs, sources, values)
     step = StepGraph(
-        graph_module=fx.GraphModule(constants, graph, class_name="Step"),
+        graph_module=LazyGraphModule(constants, graph, class_name="Step"),
         inputs=inputs,
         outputs=outputs,
         result_spec=result.spec,

@@ -6,7 +6,9 @@ Adding an operation is one line here (or :func:`register_rule` from outside).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.passes.rules import attention, factories, indexing, matmul, norms, pointwise, reductions, softmax, views
@@ -244,13 +246,32 @@ def rows_of(graph: fx.Graph, table: RuleTable) -> tuple[dict[fx.Node, Row], list
     """Rows of all calls of a graph, and the calls that have none (they run replicated)."""
     rows: dict[fx.Node, Row] = {}
     unknown: list[fx.Node] = []
+    known: dict[Any, Row | None] = {}  # layers repeat each other: equal calls share one row
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
-        call = Call(node)
-        row = table.row(call)
-        if row is None:
+        key = (node.target, signature(node.args), signature(node.kwargs), signature(node.meta["val"]))
+        if key not in known:
+            call = Call(node)
+            row = table.row(call)
+            known[key] = row
+            known[key, "opaque"] = views.opaque_row(call) if row is None else None
+        found = known[key]
+        if found is None:
             unknown.append(node)
-            row = views.opaque_row(call)
-        rows[node] = row
+            found = known[key, "opaque"]
+        rows[node] = found  # type: ignore[assignment]
     return rows, unknown
+
+
+def signature(item: Any) -> Any:
+    """All of an argument that a row may depend on: shapes and dtypes of tensors, other values themselves."""
+    if isinstance(item, fx.Node):
+        return ("node", signature(item.meta.get("val")))
+    if isinstance(item, torch.Tensor):
+        return (tuple(item.shape), item.dtype)
+    if isinstance(item, (list, tuple)):
+        return tuple(signature(i) for i in item)
+    if isinstance(item, dict):
+        return tuple((k, signature(v)) for k, v in item.items())
+    return (type(item).__name__, str(item))
