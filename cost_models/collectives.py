@@ -80,6 +80,7 @@ class Formula:
         return self.steps * ALPHA + self.moved * BETA
 
 
+@functools.cache
 def _formulas() -> dict[tuple[Collective, Algorithm], Formula]:
     """Thakur, Rabenseifner and Gropp, *Optimization of collective communication operations in MPICH* (2005)."""
     log = sp.log(N, 2)

@@ -218,14 +218,15 @@ class KernelModel:
         dims = np.array([(s[0][0], s[0][1], s[1][2], s[0][2]) for s in (op.shapes for op in ops)], dtype=np.float64)
         batch, m, n, k = dims.T
         peak = np.array([self.device.matmul_flops(op.dtype) for op in ops])
-        per_unit = peak / self.device.compute_units
-        best = np.full(len(ops), np.inf)
-        for rows, columns, share in self.tiles:
-            count = batch * np.ceil(m / rows) * np.ceil(n / columns)
-            for parts in (1, 2, 4, 8):
-                waves = np.ceil(count * parts / self.device.compute_units)
-                length = np.ceil(k / parts) + self.device.matmul_ramp_k * (1 + (parts > 1))
-                best = np.minimum(best, waves * 2 * rows * columns * length / (per_unit * share))
+        # Rows: tile shapes times numbers of parts; columns: the ops.
+        rows, columns, share = (
+            np.repeat(np.array(c, dtype=np.float64), 4)[:, None] for c in zip(*self.tiles, strict=True)
+        )
+        parts = np.tile(np.array([1.0, 2.0, 4.0, 8.0]), len(self.tiles))[:, None]
+        units = self.device.compute_units
+        waves = np.ceil(batch * np.ceil(m / rows) * np.ceil(n / columns) * parts / units)
+        length = np.ceil(k / parts) + self.device.matmul_ramp_k * (1 + (parts > 1))
+        best = (waves * 2 * rows * columns * length * units / (peak * share)).min(axis=0)
         multiple = np.array([16 // ITEMSIZE[op.dtype] for op in ops])
         aligned = (n % multiple == 0) & (k % multiple == 0)
         return np.where(aligned, best, best / self.misaligned)

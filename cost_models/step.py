@@ -113,7 +113,8 @@ class StepModel:
             Step time and its parts.
         """
         spans = self.cluster.axis_levels(plan.sizes)
-        times = {layer.name: self._layer(layer, plan, spans) for stage in stages for layer, _ in stage}
+        layers = {layer.name: layer for stage in stages for layer, _ in stage}
+        times = {name: self._layer(layer, plan, spans) for name, layer in layers.items()}
         send_s = 0.0
         if plan.pp > 1:
             send_s = float(self.collectives.seconds(Collective.SEND, plan.send_bytes, spans["pp"]))
