@@ -8,7 +8,7 @@ the batch's family may be split; on the tensor axis families that reach a parame
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ from autopar.passes.placement import REPLICATE, Layout, Placement, Shard, can_sp
 from autopar.passes.redistribute import StepKind, kind_of, wire_bytes
 from autopar.passes.rules.row import Row
 from autopar.passes.rules.table import op_name
+from autopar.plan import LayerConstraints
 from autopar.search.eliminate import Problem, Solution, Table
 
 Family = tuple[Value, Placement]
@@ -82,11 +83,22 @@ class AxisResult:
     used: bool
 
 
+def no_wishes(layer: str) -> LayerConstraints:
+    """No layer is treated apart."""
+    return LayerConstraints()
+
+
 class FirstChoice:
     """Chooses for all axes of a mesh; see :func:`choose`."""
 
-    def __init__(self, step: StepGraph, rows: Mapping[fx.Node, Row], wishes: Sequence[AxisWish]) -> None:
-        self.step, self.rows, self.wishes = step, rows, wishes
+    def __init__(
+        self,
+        step: StepGraph,
+        rows: Mapping[fx.Node, Row],
+        wishes: Sequence[AxisWish],
+        layers: Callable[[str], LayerConstraints] = no_wishes,
+    ) -> None:
+        self.step, self.rows, self.wishes, self.layers = step, rows, wishes, layers
         blocks = max((w.blocks for w in wishes), default=1)
         self.space = OptionSpace(step.graph, rows, batch_seeds(step.placeholders, step.inputs, blocks))
         self.specs = dict(zip(step.placeholders, step.inputs, strict=True))
@@ -103,7 +115,7 @@ class FirstChoice:
             return self._idle()
         families = Families(self.space, wish.size)
         if wish.role == "tensor":
-            return self._solve(wish, families, self._tensor_families(families, wish))
+            return self._solve(wish, families, self._tensor_families(families, False), self._sequence(families, wish))
         results = [self._solve(wish, families, {family}) for family in self._batch_families(families, wish)]
         return min(results, key=lambda r: r.cost) if results else self._solve(wish, families, set())
 
@@ -123,21 +135,45 @@ class FirstChoice:
                 found[families.find(((node, 0), shard))] = None
         return list(found)
 
-    def _tensor_families(self, families: Families, wish: AxisWish) -> set[Family]:
-        """Families that reach a parameter (and with sequence parallelism an input), the batch excepted."""
+    def _tensor_families(self, families: Families, with_inputs: bool) -> set[Family]:
+        """Families that reach a parameter (or, ``with_inputs``, an input of the step), the batch excepted."""
+        wish = self.wishes[len(self.done)]
         found = set()
         for node, spec in self.specs.items():
-            wanted = spec.kind is InputKind.PARAMETER or (wish.sequence_parallel and spec.kind is InputKind.BATCH)
+            wanted = spec.kind is InputKind.PARAMETER or (with_inputs and spec.kind is InputKind.BATCH)
             if wanted and isinstance(node.meta.get("val"), torch.Tensor):
                 for placement in self.space.storage(node, wish.size):
                     if isinstance(placement, Shard):
                         found.add(families.find(((node, 0), placement)))
         return found - set(self._batch_families(families, wish))
 
+    def _sequence(self, families: Families, wish: AxisWish) -> Callable[[str], set[Family]]:
+        """Families that sequence parallelism adds, by layer."""
+        extra = self._tensor_families(families, True)
+
+        def of_layer(layer: str) -> set[Family]:
+            own = self.layers(layer).sequence_parallel
+            return extra if (wish.sequence_parallel if own is None else own) else set()
+
+        return of_layer
+
     # one axis
 
-    def _solve(self, wish: AxisWish, families: Families, allowed: set[Family]) -> AxisResult:
-        options = {n: self._allowed(n, c, families, allowed) for n, c in families.options.items()}
+    def _solve(
+        self,
+        wish: AxisWish,
+        families: Families,
+        allowed: set[Family],
+        extra: Callable[[str], set[Family]] = lambda layer: set(),
+    ) -> AxisResult:
+        options = {}
+        for node, choices in families.options.items():
+            layer = node.meta.get("layer", "")
+            if wish.role == "tensor" and self.layers(layer).tp == 1:
+                options[node] = [c for c in choices if c.factor is None]
+            else:
+                more = extra(layer)
+                options[node] = self._allowed(node, choices, families, allowed | more if more else allowed)
         stores = {p: self._stores(p, wish, families, allowed) for p in self.specs}
         solution = AxisProblem(self, wish, options, stores).solve()
         chosen = {n: c[solution.assignment[n]] for n, c in options.items()}
@@ -177,6 +213,8 @@ class FirstChoice:
 
     def _stores(self, node: fx.Node, wish: AxisWish, families: Families, allowed: set[Family]) -> list[Placement]:
         if self.specs[node].kind is not InputKind.PARAMETER or wish.role != "tensor":
+            return [REPLICATE]
+        if self.layers(layer_of(self.specs[node].name)).tp == 1:
             return [REPLICATE]
         earlier = tuple(r.storage[node] for r in self.done)
         return [
@@ -423,23 +461,36 @@ def row_flops(node: fx.Node, row: Row) -> float:
     return 2.0 * times * math.prod(n for f, n in sizes.items() if not f.startswith("x"))
 
 
-def choose(step: StepGraph, rows: Mapping[fx.Node, Row], wishes: Sequence[AxisWish]) -> tuple[Assignment, list[str]]:
+def layer_of(parameter: str) -> str:
+    """The layer that owns a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def choose(
+    step: StepGraph,
+    rows: Mapping[fx.Node, Row],
+    wishes: Sequence[AxisWish],
+    layers: Callable[[str], LayerConstraints] = no_wishes,
+) -> tuple[Assignment, list[str]]:
     """The cheapest assignment for ``step`` on the mesh that ``wishes`` span, and notes on what could not be used.
 
     Args:
         step: a normalized step.
         rows: its rows.
         wishes: the mesh axes, outermost first.
+        layers: wishes for single layers, by their path.
     """
-    results = FirstChoice(step, rows, wishes).run()
+    results = FirstChoice(step, rows, wishes, layers).run()
     mesh = Mesh(axes=tuple(w.name for w in wishes), sizes=tuple(w.size for w in wishes))
     choices = {n.name: tuple(r.choices[n] for r in results) for n in rows}
     storage: dict[str, Layout] = {}
     for node, spec in zip(step.placeholders, step.inputs, strict=True):
         layout = tuple(r.storage.get(node, REPLICATE) for r in results)
         if spec.kind is InputKind.PARAMETER:
+            own = layers(layer_of(spec.name)).zero
             for axis, wish in enumerate(wishes):
-                if wish.zero and wish.size > 1:
+                zero = wish.zero if own is None or wish.role != "data" else own
+                if zero and wish.size > 1:
                     layout = zero_layout(layout, shape_of((node, 0)), axis, mesh.sizes)
         storage[spec.name] = layout
     notes = [

@@ -18,9 +18,9 @@ from autopar.passes.partition import Assignment
 from autopar.passes.placement import can_split
 from autopar.passes.redistribute import MICROBATCHES
 from autopar.passes.rules.table import RuleTable
-from autopar.plan import Certificate, Constraints, Plan, Prediction, format_placement
+from autopar.plan import Certificate, Constraints, LayerConstraints, Plan, Prediction, format_placement
 from autopar.search.estimate import Estimate, Pipeline, estimate
-from autopar.search.first_choice import AxisWish, choose
+from autopar.search.first_choice import AxisWish, choose, no_wishes
 from autopar.search.stages import balanced_stages, run_costs
 
 CHUNKS = 2  # stages that a rank runs under the interleaved schedule
@@ -75,6 +75,7 @@ class Planner:
         self.constraints = constraints or Constraints()
         self.table = table or RuleTable()
         self._prepared: dict[bool, Prepared] = {}
+        self._wishes: dict[str, LayerConstraints] = {}
 
     def candidates(self, world_size: int) -> Iterator[Candidate]:
         """Uniform plans that honour the constraints.
@@ -143,7 +144,13 @@ class Planner:
     def assign(self, candidate: Candidate) -> tuple[Assignment, list[str]]:
         """The first choice on the candidate's mesh."""
         prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
-        return choose(prepared.normal, prepared.rows, candidate.wishes())
+        return choose(prepared.normal, prepared.rows, candidate.wishes(), self._layers if self.constraints.layers else no_wishes)
+
+    def _layers(self, path: str) -> LayerConstraints:
+        """What the constraints say of one layer."""
+        if path not in self._wishes:
+            self._wishes[path] = self.constraints.layer(path)
+        return self._wishes[path]
 
     def best(self, world_size: int) -> Plan:
         """The candidate with the smallest estimated step time among those that fit, else the one that needs least memory."""
