@@ -38,6 +38,8 @@ class StackProfile:
         recompute_whole: whether recompute runs a layer's forward to its end (reentrant checkpoints) or only as far as
             the backward needs.
         shard_ranks: ranks over which parameters or optimizer state are split; 0: all data-parallel ranks.
+        stage_copies: boundary activations that a pipeline engine keeps per micro-batch in flight, beside the layers'.
+        update_bytes: per owned parameter, held beside the optimizer's state while it updates.
         memory_meter: ``allocated`` (tensors), ``reserved`` (the allocator's share) or ``device`` (with the context).
         gain: residual factor on the step time, clamped to 0.85-1.15 and printed.
     """
@@ -62,6 +64,8 @@ class StackProfile:
     slowdown: float = 0.2
     recompute_whole: bool = False
     shard_ranks: int = 0
+    stage_copies: int = 0
+    update_bytes: float = 0.0
     memory_meter: str = "allocated"
     gain: float = 1.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from replay_rows import Run, SkippedRowError, memory_stages_of, plan_of
@@ -10,9 +11,9 @@ from autopar.cost_models.memory import MemoryCost, StateBytes, state_bytes, step
 from autopar.cost_models.stack import StackProfile
 
 MIB = 2**20
-# What nvidia-smi counts outside PyTorch's allocator: the CUDA context and NCCL's channel buffers (PyTorch and NCCL docs
-# give 0.3-0.5 GB and about 1-2 GB for several communicators on A100).
-CONTEXT_BYTES = 2.2e9
+# What nvidia-smi counts outside PyTorch's allocator: the CUDA context and the channel buffers of NCCL's communicators
+# (data, tensor, pipeline, tied embedding, world), about 1 GB each on A100.
+CONTEXT_BYTES = 5.5e9
 # The allocator's cache above what is allocated, in training with varying block sizes.
 RESERVED_SHARE = 1.03
 
@@ -118,6 +119,8 @@ def published_bytes(run: Run, stack: StackProfile) -> float:
         zero=run.zero,
         shard_ranks=shard,
     )
+    extra = stack.update_bytes / (shard if run.zero else 1)
+    state = dataclasses.replace(state, optimizer=state.optimizer + extra)
     costs = _costs(run, stack, state, workspace_bytes=workspace_bytes(run.gpu, deterministic=False))
     used = max(costs[0].bytes, costs[-1].bytes)
     return used * RESERVED_SHARE + CONTEXT_BYTES if stack.memory_meter == "device" else used

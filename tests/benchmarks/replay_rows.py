@@ -319,7 +319,12 @@ def memory_stages_of(run: Run, stack: StackProfile) -> list[list[tuple[LayerMemo
     embedding, block, head = layer_memory(run, stack)
     if run.tied and run.pp == 1:
         head = dataclasses.replace(head, num_parameters=head.num_parameters - embedding.num_parameters)
-    return spread(run, (embedding, block, head))
+    stages = spread(run, (embedding, block, head))
+    if run.pp == 1 or not stack.stage_copies:
+        return stages
+    copies = 2.0 * stack.stage_copies * run.microbatch * run.sequence / run.cp * run.hidden
+    boundary = LayerMemory(name="stage boundary", saved_bytes=copies, input_bytes=copies)
+    return [[(boundary, 1), *stage] for stage in stages]
 
 
 def spread(run: Run, layers: tuple[T, T, T]) -> list[list[tuple[T, int]]]:
