@@ -98,6 +98,7 @@ class Engine:
         self.entries: list[Entry] = []
         self.last: Entry | None = None
         self._made = 0
+        self._calls = 0
         self._modules = list(model.modules())
         self._first_names: tuple[str, ...] = ()
         self._home: Home | None = None
@@ -125,6 +126,7 @@ class Engine:
         if not entry.checked:
             self._check_values(args, kwargs, targets, entry)
         self.last = entry
+        entry.runner.number = self._calls = self._calls + 1
         if key[AUTOCAST] is None:
             return entry.runner(leaves)
         with torch.autocast(self.world.device.type, enabled=False):  # it was captured: it must not act twice

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.cost_models.errors import RuntimeStateError
 from autopar.runtime.outputs import Gradients
-from autopar.runtime.runner import Runner, as_callable
+from autopar.runtime.runner import Runner
 from autopar.runtime.seed import poisoned, pressure
 from autopar.torch_private import foreach_mul_
 
@@ -21,7 +21,7 @@ class JointRunner(Runner):
 
     def set_up(self, bound: fx.GraphModule) -> None:
         """Keep the program."""
-        self.run = as_callable(bound, self.home.backend)
+        self.run = self.runnable(bound)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 - what the model returns
         """Run the whole step; the loss in the result carries grad."""

@@ -14,7 +14,7 @@ from autopar.runtime.border import dtensor_reader, local_zeros
 from autopar.runtime.halves import split_halves
 from autopar.runtime.joint import given, second_backward
 from autopar.runtime.outputs import Gradients
-from autopar.runtime.runner import Runner, as_callable
+from autopar.runtime.runner import Runner
 from autopar.runtime.seed import poisoned, pressure
 from autopar.torch_private import foreach_mul_
 
@@ -25,8 +25,8 @@ class OuterRunner(Runner):
     def set_up(self, bound: fx.GraphModule) -> None:
         """Cut the program in two."""
         halves = split_halves(bound, self.program)
-        self.run_forward = as_callable(halves.forward, self.home.backend)
-        self.run_backward = as_callable(halves.backward, self.home.backend)
+        self.run_forward = self.runnable(halves.forward)
+        self.run_backward = self.runnable(halves.backward)
         self.early, self.late = halves.forward_outputs, halves.backward_outputs
         self.seeded = [int(spec.name[len("seed[") : -1]) for spec, _ in self.seeds]
         self.seed_readers = [

@@ -17,6 +17,7 @@ from autopar.plan import Plan
 from autopar.runtime.bind import bind, input_order
 from autopar.runtime.bindings import Binding, use_bindings
 from autopar.runtime.border import Relayout, dtensor_reader, local_of, relayout
+from autopar.runtime.failures import explained
 from autopar.runtime.groups import Groups, on_stage
 from autopar.runtime.outputs import LeafLayouts, Outputs
 from autopar.runtime.seed import GradientSeed
@@ -96,11 +97,27 @@ class Runner:
         ]
         self.seeds = [(spec, tensor) for spec, tensor in specs if spec.kind is InputKind.SEED]
         self.outputs = Outputs(compiled.step, program, home.state, groups, leaf_layouts)
+        self.number = 0
         self.set_up(with_own_sends(bind(compiled.program, _real_name(groups), home.world.device)))
 
     def set_up(self, bound: fx.GraphModule) -> None:
         """Keep what :meth:`__call__` runs."""
-        self.run = as_callable(bound, self.home.backend)
+        self.run = self.runnable(bound)
+
+    def runnable(self, bound: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+        """The function that runs a bound graph, with errors that say where they come from."""
+        function = as_callable(bound, self.home.backend)
+
+        def run(*values: Any) -> Sequence[Any]:  # noqa: ANN401 - what the graph takes
+            try:
+                return function(*values)
+            except Exception as error:
+                told = explained(error, bound, self.home.world, self.number)
+                if told is error:
+                    raise
+                raise told from error
+
+        return run
 
     def __call__(self, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 - what the model returns
         """Run the program on the leaves of a call and return the model's result."""

@@ -627,6 +627,22 @@ def test_a_plan_can_be_given_and_a_model_compiled_again(ranks):
     ranks(2, given_plan)
 
 
+def uneven_steps():
+    ids, labels = data()
+    _, compiled = pair(PLANS["tp"], timeout_s=3)
+    compiled(ids, targets=(labels,)).backward()
+    if dist.get_rank() == 1:
+        return None
+    with pytest.raises(RuntimeStateError, match=r"rank 0 waited in vain .* in step 2, .*Ranks 1 failed") as caught:
+        compiled(ids, targets=(labels,))
+    return str(caught.value)
+
+
+def test_a_rank_that_stops_earlier_is_told_within_the_timeout(ranks):
+    message, _ = ranks(2, uneven_steps)
+    assert "layer" in message
+
+
 @dataclasses.dataclass
 class Alternating:
     first: object

@@ -537,3 +537,12 @@ def test_inputs_on_another_device():
     _, compiled = pair()
     with pytest.raises(InputError, match=r"args\[0\] is on meta and the model is on cpu"):
         compiled(X.to("meta"), targets=(Y,))
+
+
+def test_an_error_inside_a_program_says_which_layer_it_was():
+    compiled = autopar.compile(
+        nn.Sequential(nn.Embedding(4, 2)), (torch.zeros(3, dtype=torch.long),), loss_fn=torch.sum
+    )
+    with pytest.raises(IndexError) as caught:
+        compiled(torch.full((3,), 9))
+    assert any("step 1" in note and "layer 0" in note for note in caught.value.__notes__)
