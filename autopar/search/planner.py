@@ -76,6 +76,7 @@ class Planner:
         self.table = table or RuleTable()
         self._prepared: dict[bool, Prepared] = {}
         self._wishes: dict[str, LayerConstraints] = {}
+        self.constraints.check_layers(layer_paths(step))
 
     def candidates(self, world_size: int) -> Iterator[Candidate]:
         """Uniform plans that honour the constraints.
@@ -226,6 +227,17 @@ class Planner:
             ),
             certificate=Certificate(gap=None, space="uniform plans: dp x tp x ZeRO, first choice per axis"),
         )
+
+
+def layer_paths(step: StepGraph) -> set[str]:
+    """Every layer of the model that computes or holds something, and the layers around it."""
+    leaves = {str(n.meta.get("layer", "")) for n in step.graph.nodes}
+    leaves |= {spec.name.rpartition(".")[0] for spec in step.inputs if spec.kind is InputKind.PARAMETER}
+    paths = set()
+    for leaf in leaves:
+        parts = leaf.split(".")
+        paths |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+    return paths - {""}
 
 
 def unknown_notes(unknown: tuple[fx.Node, ...]) -> list[str]:
