@@ -262,3 +262,92 @@ def index_add_row(call: Call) -> Row:
         addends={0: frozenset({"j"})},
         linear=(frozenset({0, 2}),),
     )
+
+
+def along_index_row(call: Call) -> Row:
+    """index_fill, index_copy, index_reduce: ``dim`` and the index stay whole, all other dims are free."""
+    shape = call.shape("self")
+    if not shape:
+        return opaque_row(call)
+    dims, sizes = dims_of(shape)
+    dim = call["dim"] % len(shape)
+    count = call.shape("index")[0] if call.shape("index") else 1
+    sizes["j"] = count
+    place = ("j",) if count != 1 else ()
+    inputs: list[Dims] = [tuple(dims), (place,) if call.shape("index") else ()]
+    if call.has("source"):
+        inputs.append((*dims[:dim], place, *dims[dim + 1 :]) if call.shape("source") else ())
+    if call.has("value"):
+        inputs.append(())
+    return Row(
+        inputs=tuple(inputs), outputs=(tuple(dims),), sizes=sizes, nosplit=frozenset((*dims[dim], "j"))
+    )
+
+
+def bag_row(call: Call) -> Row:
+    """aten._embedding_bag: weight [v d] -> bags [n d]; only the width is free."""
+    inputs = [plain(call.shape(name), name) for name in call.names if call.has(name)]
+    outputs = [plain(shape or (), f"o{i}") for i, shape in enumerate(call.out_shapes)]
+    sizes = {f: n for _, found in (*inputs, *outputs) for f, n in found.items()}
+    width = call.shape("weight")[-1]
+    sizes["d"] = width
+    last = ("d",) if width != 1 else ()
+    weight, bags = inputs[0][0][0], outputs[0][0][0]
+    most = outputs[3][0]  # in max mode the row taken for every entry, else empty
+    if len(most) == 2:
+        most = (most[0], last)
+    return Row(
+        inputs=((weight, last), *(d for d, _ in inputs[1:])),
+        outputs=((bags, last), outputs[1][0], outputs[2][0], most),
+        sizes=sizes,
+        nosplit=frozenset(f for f in sizes if f != "d"),
+        complete={"d": frozenset({1, 2, 3})},
+    )
+
+
+def bag_backward_row(call: Call) -> Row:
+    """aten._embedding_bag_backward: grad [n d] -> [v d]; only the width is free."""
+    inputs = [plain(call.shape(name), name) for name in call.names if call.has(name)]
+    sizes = {f: n for _, found in inputs for f, n in found.items()}
+    rows, width = call.out_shapes[0] or (1, 1)
+    sizes.update({"v": rows, "d": width})
+    last = ("d",) if width != 1 else ()
+    described = [d for d, _ in inputs]
+    described[0] = (described[0][0], last)
+    names = [name for name in call.names if call.has(name)]
+    most = names.index("maximum_indices")
+    if len(described[most]) == 2:
+        described[most] = (described[most][0], last)
+    return Row(
+        inputs=tuple(described),
+        outputs=((("v",) if rows != 1 else (), last),),
+        sizes=sizes,
+        nosplit=frozenset(f for f in sizes if f != "d"),
+        linear=(frozenset({0}),),
+    )
+
+
+def bag_weights_backward_row(call: Call) -> Row:
+    """aten._embedding_bag_per_sample_weights_backward: products of grad [n d] and weight [v d], summed over d."""
+    inputs = [plain(call.shape(name), name) for name in call.names if call.has(name)]
+    sizes = {f: n for _, found in inputs for f, n in found.items()}
+    sizes["d"] = call.shape("grad")[-1]
+    last = ("d",) if sizes["d"] != 1 else ()
+    described = [d for d, _ in inputs]
+    described[0], described[1] = (described[0][0], last), (described[1][0], last)
+    out, found = dims_of(call.out_shapes[0] or (), "o")
+    sizes.update(found)
+    return Row(
+        inputs=tuple(described),
+        outputs=(tuple(out),),
+        sizes=sizes,
+        reduce={"d": "sum"},
+        nosplit=frozenset(f for f in sizes if f != "d"),
+        linear=(frozenset({0}), frozenset({1})),
+    )
+
+
+def plain(shape: tuple[int, ...], tag: str) -> tuple[Dims, dict[str, int]]:
+    """Dims of a tensor that shares none of them."""
+    dims, sizes = dims_of(shape, f"{tag}_")
+    return tuple(dims), sizes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autopar.passes.rules.row import Call, Row, parse_row
-from autopar.passes.rules.views import dims_of
 
 if TYPE_CHECKING:
     from autopar.passes.lowering import LocalContext
@@ -140,29 +139,4 @@ def convolution_backward_row(call: Call) -> Row:
         nosplit=frozenset(keep),
         linear=(frozenset({0}),),
         localize=localize,
-    )
-
-
-def pool_row(call: Call) -> Row:
-    """Pooling and resampling, forward and backward: leading (batch and channel) dims are free, spatial dims whole."""
-    target = call.out_shapes[0] or ()
-    spatial = 1 if "1d" in call.op._schema.name else 3 if "3d" in call.op._schema.name else 2
-    lead = len(target) - spatial
-    dims, sizes = dims_of(target[:lead])
-
-    def described(shape: tuple[int, ...], tag: str) -> tuple[tuple[str, ...], ...]:
-        tail, more = dims_of(shape[lead:], tag)
-        sizes.update(more)
-        return (*dims, *tail)
-
-    inputs = tuple(described(s, f"i{i}_") for i, s in enumerate(call.shapes))
-    outputs = tuple(None if s is None else described(s, f"o{i}_") for i, s in enumerate(call.out_shapes))
-    keep = {f for f in sizes if f[0] in "io"}
-    return Row(
-        inputs=inputs,
-        outputs=outputs,
-        sizes=sizes,
-        nosplit=frozenset(keep),
-        linear=(frozenset({0}),) if "max" not in call.op._schema.name else (),
-        shape_args={"input_size": 0} if "input_size" in call.names else {},
     )

@@ -43,8 +43,10 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten::lerp.Scalar": ((0, 1),),
     "aten::real": ((0,),),
     "aten::imag": ((0,),),
-    "aten::_conj": ((0,),),
     "aten::conj_physical": ((0,),),
+    "aten::complex": ((0, 1),),
+    "aten::rsub.Tensor": ((0, 1),),
+    "aten::rrelu_with_noise_backward": ((0,),),
 }
 
 # Element-wise operations that torch does not tag as such.
@@ -82,6 +84,15 @@ UNTAGGED = frozenset(
         "aten::empty_like",
         "aten::celu",
         "aten::heaviside",
+        "aten::floor_divide",
+        "aten::floor_divide.Scalar",
+        "aten::rsub.Tensor",
+        "aten::rsub.Scalar",
+        "aten::hardswish",
+        "aten::rrelu_with_noise_backward",
+        "aten::complex",
+        "aten::polar",
+        "aten::conj_physical",
         "aten::nan_to_num",
         "aten::frac",
     }
@@ -136,3 +147,23 @@ def keeps_precision(call: Call) -> bool:
     if not (source.is_floating_point and target.is_floating_point):
         return False
     return torch.finfo(target).eps <= torch.finfo(source).eps and torch.finfo(target).max >= torch.finfo(source).max
+
+
+def glu_row(call: Call) -> Row:
+    """aten.glu and aten.glu_backward: the halves of ``dim`` are split alike."""
+    backward = "backward" in call.op._schema.name
+    full = call.shape("self")
+    dim = call["dim"] % len(full)
+    dims, sizes = dims_of(full)
+    sizes.pop(f"d{dim}", None)
+    sizes.update({"half": 2, "n": full[dim] // 2})
+    inner = ("n",) if sizes["n"] != 1 else ()
+    whole = (*dims[:dim], ("half", *inner), *dims[dim + 1 :])
+    part = (*dims[:dim], inner, *dims[dim + 1 :])
+    return Row(
+        inputs=(part, whole) if backward else (whole,),
+        outputs=(whole if backward else part,),
+        sizes=sizes,
+        nosplit=frozenset({"half"}),
+        linear=(frozenset({0}),) if backward else (),
+    )

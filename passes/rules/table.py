@@ -11,11 +11,44 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.rules import attention, factories, indexing, matmul, norms, pointwise, reductions, softmax, views
+from autopar.passes.rules import (
+    attention,
+    batched,
+    diagonals,
+    factories,
+    indexing,
+    matmul,
+    norms,
+    pointwise,
+    reductions,
+    softmax,
+    spatial,
+    views,
+)
 from autopar.passes.rules.row import Call, Row, parse_row
 from autopar.passes.torch_ops import OpOverload
 
 Rule = Callable[[Call], Row]
+IN_SECOND = (frozenset({1}),)
+IN_THIRD = (frozenset({2}),)
+
+PLACES = """
+    avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
+    max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
+    adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
+    fractional_max_pool2d fractional_max_pool2d_backward fractional_max_pool3d fractional_max_pool3d_backward
+    reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward
+    reflection_pad3d reflection_pad3d_backward replication_pad1d replication_pad1d_backward
+    replication_pad2d replication_pad2d_backward replication_pad3d replication_pad3d_backward
+    upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward
+    upsample_nearest3d upsample_nearest3d_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward
+    _upsample_nearest_exact2d _upsample_nearest_exact2d_backward _upsample_nearest_exact3d
+    _upsample_nearest_exact3d_backward upsample_linear1d upsample_linear1d_backward
+    upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward
+    upsample_trilinear3d upsample_trilinear3d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+    _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward
+""".split()
 
 RULES: Mapping[str, Rule] = {
     # contractions
@@ -59,11 +92,15 @@ RULES: Mapping[str, Rule] = {
     "aten::constant_pad_nd": views.pad_row,
     "aten::flip": views.flip_row,
     "aten::roll": views.flip_row,
-    "aten::tril": views.triangle_row,
-    "aten::triu": views.triangle_row,
+    "aten::tril": diagonals.triangle_row,
+    "aten::triu": diagonals.triangle_row,
     "aten::repeat": views.repeat_row,
-    "aten::diagonal": views.diagonal_row,
-    "aten::unfold": views.unfold_row,
+    "aten::diagonal": diagonals.diagonal_row,
+    "aten::unfold": diagonals.unfold_row,
+    "aten::unfold_backward": diagonals.unfold_backward_row,
+    "aten::diagonal_backward": diagonals.diagonal_backward_row,
+    "aten::diagonal_scatter": diagonals.diagonal_scatter_row,
+    "aten::diag_embed": diagonals.diag_embed_row,
     # norms
     "aten::native_layer_norm": norms.layer_norm_row,
     "aten::native_layer_norm_backward": norms.layer_norm_backward_row,
@@ -95,6 +132,9 @@ RULES: Mapping[str, Rule] = {
     "aten::huber_loss_backward": softmax.elementwise_loss_row,
     "aten::binary_cross_entropy": softmax.elementwise_loss_row,
     "aten::binary_cross_entropy_backward": softmax.elementwise_loss_row,
+    "aten::binary_cross_entropy_with_logits": softmax.elementwise_loss_row,
+    "aten::glu": pointwise.glu_row,
+    "aten::glu_backward": pointwise.glu_row,
     "aten::soft_margin_loss": softmax.elementwise_loss_row,
     "aten::soft_margin_loss_backward": softmax.elementwise_loss_row,
     # reductions
@@ -122,6 +162,8 @@ RULES: Mapping[str, Rule] = {
     "aten::var_mean.correction": reductions.reduction(None),
     "aten::std.correction": reductions.reduction(None),
     "aten::linalg_vector_norm": reductions.reduction(None),
+    "aten::count_nonzero": reductions.reduction("sum"),
+    "aten::count_nonzero.dim_IntList": reductions.reduction("sum"),
     "aten::logsumexp": reductions.logsumexp_row,
     "aten::cumsum": reductions.scan_row(linear=True),
     "aten::cumprod": reductions.scan_row(linear=False),
@@ -133,6 +175,7 @@ RULES: Mapping[str, Rule] = {
     "aten::sort.stable": reductions.sort_like_row,
     "aten::kthvalue": reductions.sort_like_row,
     "aten::median.dim": reductions.sort_like_row,
+    "aten::nanmedian.dim": reductions.sort_like_row,
     "aten::mode": reductions.sort_like_row,
     # look-ups
     "aten::embedding": indexing.embedding_row,
@@ -148,30 +191,65 @@ RULES: Mapping[str, Rule] = {
     "aten::index_put": indexing.index_put_row,
     "aten::_unsafe_index_put": indexing.index_put_row,
     "aten::index_add": indexing.index_add_row,
-    # pooling and resampling
-    "aten::avg_pool2d": matmul.pool_row,
-    "aten::avg_pool2d_backward": matmul.pool_row,
-    "aten::avg_pool3d": matmul.pool_row,
-    "aten::avg_pool3d_backward": matmul.pool_row,
-    "aten::max_pool2d_with_indices": matmul.pool_row,
-    "aten::max_pool2d_with_indices_backward": matmul.pool_row,
-    "aten::max_pool3d_with_indices": matmul.pool_row,
-    "aten::max_pool3d_with_indices_backward": matmul.pool_row,
-    "aten::_adaptive_avg_pool2d": matmul.pool_row,
-    "aten::_adaptive_avg_pool2d_backward": matmul.pool_row,
-    "aten::adaptive_max_pool2d": matmul.pool_row,
-    "aten::adaptive_max_pool2d_backward": matmul.pool_row,
-    "aten::reflection_pad1d": matmul.pool_row,
-    "aten::reflection_pad2d": matmul.pool_row,
-    "aten::replication_pad2d": matmul.pool_row,
-    "aten::upsample_nearest1d": matmul.pool_row,
-    "aten::upsample_nearest1d_backward": matmul.pool_row,
-    "aten::upsample_nearest2d": matmul.pool_row,
-    "aten::upsample_nearest2d_backward": matmul.pool_row,
-    "aten::upsample_bilinear2d": matmul.pool_row,
-    "aten::upsample_bilinear2d_backward": matmul.pool_row,
-    "aten::upsample_bicubic2d": matmul.pool_row,
-    "aten::upsample_bicubic2d_backward": matmul.pool_row,
+    "aten::index_fill.int_Scalar": indexing.along_index_row,
+    "aten::index_fill.int_Tensor": indexing.along_index_row,
+    "aten::index_copy": indexing.along_index_row,
+    "aten::index_reduce": indexing.along_index_row,
+    "aten::_embedding_bag": indexing.bag_row,
+    "aten::_embedding_bag_backward": indexing.bag_backward_row,
+    "aten::_embedding_bag_per_sample_weights_backward": indexing.bag_weights_backward_row,
+    # places: pooling, padding, resampling, patches
+    **{f"aten::{name}": spatial.pool_row for name in PLACES},
+    "aten::max_unpool2d": spatial.unpool_row,
+    "aten::max_unpool3d": spatial.unpool_row,
+    "aten::im2col": spatial.patches_row,
+    "aten::col2im": spatial.patches_row,
+    "aten::grid_sampler_2d": spatial.sampler_row,
+    "aten::grid_sampler_3d": spatial.sampler_row,
+    "aten::grid_sampler_2d_backward": spatial.sampler_backward_row,
+    "aten::grid_sampler_3d_backward": spatial.sampler_backward_row,
+    # batches of matrices, transforms, distances
+    "aten::linalg_solve_triangular": batched.batched({"self": 2, "B": 2}, (2,), IN_SECOND),
+    "aten::triangular_solve": batched.batched({"self": 2, "A": 2}, (2, 2)),
+    "aten::_linalg_solve_ex": batched.solve_row,
+    "aten::_linalg_svd": batched.batched({"A": 2}, (2, 1, 2)),
+    "aten::_linalg_eigh": batched.batched({"A": 2}, (1, 2)),
+    "aten::linalg_eig": batched.batched({"self": 2}, (1, 2)),
+    "aten::linalg_qr": batched.batched({"A": 2}, (2, 2)),
+    "aten::linalg_lu": batched.batched({"A": 2}, (2, 2, 2)),
+    "aten::linalg_lu_factor_ex": batched.batched({"A": 2}, (2, 1, 0)),
+    "aten::linalg_lu_solve": batched.batched({"LU": 2, "pivots": 1, "B": 2}, (2,), IN_THIRD),
+    "aten::lu_unpack": batched.batched({"LU_data": 2, "LU_pivots": 1}, (2, 2, 2)),
+    "aten::linalg_ldl_factor_ex": batched.batched({"self": 2}, (2, 1, 0)),
+    "aten::linalg_ldl_solve": batched.batched({"LD": 2, "pivots": 1, "B": 2}, (2,), IN_THIRD),
+    "aten::linalg_cholesky_ex": batched.batched({"self": 2}, (2, 0)),
+    "aten::cholesky": batched.batched({"self": 2}, (2,)),
+    "aten::cholesky_inverse": batched.batched({"self": 2}, (2,)),
+    "aten::cholesky_solve": batched.batched({"self": 2, "input2": 2}, (2,), views.LINEAR_IN_FIRST),
+    "aten::linalg_inv_ex": batched.batched({"A": 2}, (2, 0)),
+    "aten::linalg_pinv.atol_rtol_tensor": batched.batched({"self": 2, "atol": 0, "rtol": 0}, (2,)),
+    "aten::_linalg_det": batched.batched({"A": 2}, (0, 2, 1)),
+    "aten::_linalg_slogdet": batched.batched({"A": 2}, (0, 0, 2, 1)),
+    "aten::linalg_matrix_exp": batched.batched({"self": 2}, (2,)),
+    "aten::linalg_householder_product": batched.batched({"input": 2, "tau": 1}, (2,)),
+    "aten::geqrf": batched.batched({"self": 2}, (2, 1)),
+    "aten::ormqr": batched.batched({"self": 2, "input2": 1, "input3": 2}, (2,), IN_THIRD),
+    "aten::linalg_cross": batched.cross_row,
+    "aten::addr": batched.addr_row,
+    "aten::_trilinear": batched.trilinear_row,
+    "aten::_cdist_forward": batched.cdist_row,
+    "aten::_cdist_backward": batched.cdist_backward_row,
+    "aten::_fft_c2c": batched.transform_row,
+    "aten::_fft_r2c": batched.transform_row,
+    "aten::_fft_c2r": batched.transform_row,
+    "aten::view_as_real": batched.parts_row,
+    "aten::view_as_complex": batched.parts_row,
+    "aten::view.dtype": batched.bits_row,
+    "aten::isin.Tensor_Tensor": batched.members_row("test_elements"),
+    "aten::bucketize.Tensor": batched.members_row("boundaries"),
+    "aten::searchsorted.Tensor": batched.searchsorted_row,
+    "aten::take": batched.members_row("self"),
+    "aten::renorm": batched.renorm_row,
     # tensors from nothing
     "aten::full": factories.constant_row,
     "aten::zeros": factories.constant_row,
@@ -186,6 +264,16 @@ RULES: Mapping[str, Rule] = {
     "aten::eye": factories.range_row,
     "aten::eye.m": factories.range_row,
     "aten::native_dropout": softmax.dropout_row,
+    "aten::linspace.Tensor_Tensor": factories.range_row,
+    "aten::linspace.Tensor_Scalar": factories.range_row,
+    "aten::linspace.Scalar_Tensor": factories.range_row,
+    "aten::logspace.Tensor_Tensor": factories.range_row,
+    "aten::logspace.Tensor_Scalar": factories.range_row,
+    "aten::logspace.Scalar_Tensor": factories.range_row,
+    "aten::tril_indices": factories.range_row,
+    "aten::triu_indices": factories.range_row,
+    "aten::normal.float_float": factories.random_factory_row,
+    "aten::rrelu_with_noise_functional": factories.whole_random_row,
     "aten::rand": factories.random_factory_row,
     "aten::randn": factories.random_factory_row,
     "aten::randint": factories.random_factory_row,

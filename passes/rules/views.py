@@ -430,11 +430,6 @@ def flip_row(call: Call) -> Row:
     return along_dims_row(call, whole, linear=True)
 
 
-def triangle_row(call: Call) -> Row:
-    """aten.tril and aten.triu: the last two dims stay whole."""
-    return along_dims_row(call, (-1, -2), linear=True)
-
-
 def repeat_row(call: Call) -> Row:
     """aten.repeat: a repeated dim becomes (repeat, dim); the copies are not split."""
     shape, repeats = call.shapes[0], list(call["repeats"])
@@ -454,42 +449,6 @@ def repeat_row(call: Call) -> Row:
 
     return Row(
         inputs=(tuple(dims),), outputs=(tuple(out),), sizes=sizes, linear=LINEAR_IN_FIRST, localize=localize
-    )
-
-
-def diagonal_row(call: Call) -> Row:
-    """aten.diagonal: both dims stay whole; the diagonal comes last."""
-    shape = call.shapes[0]
-    dims, sizes = dims_of(shape)
-    rank = len(dims)
-    a, b = call["dim1"] % rank, call["dim2"] % rank
-    length = (call.out_shapes[0] or (1,))[-1]
-    sizes["diag"] = length
-    out = [d for i, d in enumerate(dims) if i not in (a, b)] + [("diag",) if length != 1 else ()]
-    return Row(
-        inputs=(tuple(dims),),
-        outputs=(tuple(out),),
-        sizes=sizes,
-        nosplit=frozenset((*dims[a], *dims[b], "diag")),
-        linear=LINEAR_IN_FIRST,
-    )
-
-
-def unfold_row(call: Call) -> Row:
-    """aten.unfold: the unfolded dim stays whole."""
-    shape, target = call.shapes[0], call.out_shapes[0] or ()
-    dims, sizes = dims_of(shape)
-    dim = call["dimension"] % len(shape)
-    out = list(dims)
-    sizes.update({"w": target[dim], "k": target[-1]})
-    out[dim] = ("w",) if target[dim] != 1 else ()
-    out.append(("k",) if target[-1] != 1 else ())
-    return Row(
-        inputs=(tuple(dims),),
-        outputs=(tuple(out),),
-        sizes=sizes,
-        nosplit=frozenset((*dims[dim], "w", "k")),
-        linear=LINEAR_IN_FIRST,
     )
 
 

@@ -1,0 +1,1 @@
+"""Normal forms of operations, by kind; :mod:`autopar.passes.normalize` applies them."""
