@@ -106,7 +106,8 @@ class Structures:
                     places.setdefault(factor, []).append(((value, i), outer))
                     outer *= row.sizes[factor]
         for factor, found in places.items():
-            if row.splittable(factor):
+            # Behind an atom of size 0 there is nothing to hand out.
+            if row.splittable(factor) and all(outer for _, outer in found):
                 sites.append((factor, row.sizes[factor], found))
         return sites
 
