@@ -152,6 +152,8 @@ def plan(  # noqa: PLR0913 - the contract
 class Options:
     """What :func:`compile` was asked for, as far as plans and programs depend on it.
 
+    ``placed`` are the stages on which an earlier plan put the layers' runs, and with them the parameters.
+
     Raises:
         UsageError: a value that is not known.
     """
@@ -165,13 +167,10 @@ class Options:
     bucket_bytes: int | None = None
     disable_passes: tuple[str, ...] = ()
     time_limit_s: float | None = None
+    placed: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def like(self, plan: Plan) -> Options:
         """The options for another kind of call of a module that is laid out by ``plan``."""
-        layers = dict(self.constraints.layers)
-        if plan.pp > 1:
-            for layer in sorted(filter(None, plan.stages), key=lambda path: path.count(".")):
-                layers[layer] = {**layers.pop(layer, {}), "stage": plan.stages[layer]}
         fixed = dataclasses.replace(
             self.constraints,
             dp=plan.dp,
@@ -181,9 +180,8 @@ class Options:
             sequence_parallel=plan.sequence_parallel,
             microbatches=plan.microbatches,
             schedule=plan.schedule,
-            layers=layers,
         )
-        return dataclasses.replace(self, constraints=fixed, plan=None)
+        return dataclasses.replace(self, constraints=fixed, plan=None, placed=plan.stages)
 
     def __post_init__(self) -> None:
         if self.rng not in RNGS:
@@ -273,7 +271,7 @@ def taking(plan: Plan, inputs: Mapping[str, Layout]) -> Plan:
 def choose_plan(step: StepGraph, options: Options, world_size: int) -> Plan:
     """The best plan for ``world_size`` ranks that honours the constraints."""
     cluster = options.cluster or Cluster.local(world_size)
-    return Planner(step, cluster, options.constraints, options.optimizer, RuleTable()).best(world_size)
+    return Planner(step, cluster, options.constraints, options.optimizer, RuleTable(), options.placed).best(world_size)
 
 
 def check_sizes(options: Options, world_size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -61,6 +61,7 @@ class Planner:
         constraints: what the user fixed.
         optimizer: name of the optimizer, for its state's memory.
         table: the rules.
+        placed: stage of layers' runs by name, where an earlier plan has put their parameters.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Planner:
         constraints: Constraints | None = None,
         optimizer: str = "adamw",
         table: RuleTable | None = None,
+        placed: Mapping[str, int] | None = None,
     ) -> None:
+        self.placed = dict(placed or {})
         self.step, self.cluster, self.optimizer = step, cluster, optimizer
         self.constraints = constraints or Constraints()
         self.table = table or RuleTable()
@@ -179,7 +182,8 @@ class Planner:
         """Stage of every run of a layer."""
         if candidate.pp == 1:
             return {}
-        costs = run_costs(self.prepared(candidate.dp * candidate.microbatches > 1), self.cluster, self.constraints)
+        prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
+        costs = run_costs(prepared, self.cluster, self.constraints, self.placed)
         chunks = CHUNKS if candidate.schedule == "interleaved" else 1
         return balanced_stages(costs, candidate.pp * chunks)
 

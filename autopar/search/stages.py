@@ -33,8 +33,10 @@ class RunCost:
     inside_block: bool
 
 
-def run_costs(prepared: Prepared, cluster: Cluster, constraints: Constraints) -> list[RunCost]:
-    """The runs of the forward with what they cost."""
+def run_costs(
+    prepared: Prepared, cluster: Cluster, constraints: Constraints, placed: Mapping[str, int] | None = None
+) -> list[RunCost]:
+    """The runs of the forward with what they cost, and the stages they are tied to by wishes or an earlier plan."""
     runs = layer_runs(prepared.normal)
     device = cluster.device
     per_flop = 1.0 / (device.peak("fp32") * device.matmul_efficiency)
@@ -53,7 +55,7 @@ def run_costs(prepared: Prepared, cluster: Cluster, constraints: Constraints) ->
                 run=run,
                 weight=(1 - STATE) * times[i] / total_s + STATE * held[i] / total_bytes,
                 crossing_bytes=crossing[i],
-                stage=wished_stage(constraints, run),
+                stage=(placed or {}).get(run.name, wished_stage(constraints, run)),
                 inside_block=inside,
             )
         )
@@ -66,10 +68,8 @@ def within(layer: str, block: str) -> bool:
 
 
 def wished_stage(constraints: Constraints, run: Run) -> int | None:
-    """The stage that the constraints give to a run, by its own name or by patterns of layers."""
+    """The stage that the constraints give to a run."""
     found, layer = None, run.layer
-    if (own := constraints.layers.get(run.name, {}).get("stage")) is not None:
-        return int(own)
     for pattern, wishes in constraints.layers.items():
         if wishes.get("stage") is not None and layer_matches(pattern, layer):
             found = int(wishes["stage"])
