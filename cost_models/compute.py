@@ -218,6 +218,9 @@ class KernelModel:
         dims = np.array([(s[0][0], s[0][1], s[1][2], s[0][2]) for s in (op.shapes for op in ops)], dtype=np.float64)
         batch, m, n, k = dims.T
         peak = np.array([self.device.matmul_flops(op.dtype) for op in ops])
+        if self.device.compute_units == 1:
+            # One core works through a matmul of any shape at the same pace.
+            return np.array([op.flops for op in ops]) / peak
         # Rows: tile shapes times numbers of parts; columns: the ops.
         rows, columns, share = (
             np.repeat(np.array(c, dtype=np.float64), 4)[:, None] for c in zip(*self.tiles, strict=True)

@@ -6,13 +6,14 @@ What is priced is the program that runs, so :func:`predict` serves ``plan.predic
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.cost_models.cluster import Cluster, Span
-from autopar.cost_models.collectives import CollectiveModel, Transfer
+from autopar.cost_models.collectives import Collective, CollectiveModel, Transfer
 from autopar.cost_models.compute import KernelModel, Op, memory_op
 from autopar.cost_models.memory import Buffer, Peak, peak
 from autopar.cost_models.timeline import COMPUTE, Event, Timeline, simulate
@@ -46,6 +47,7 @@ class ProgramCost:
 class _Writer:
     """Turns the nodes of one program into events."""
 
+    program: Program
     rank: int
     kernels: KernelModel
     collectives: CollectiveModel
@@ -53,6 +55,7 @@ class _Writer:
     events: list[Event]
     sent: dict[str, float]
     unknown: set[str]
+    messages: Counter[str]
 
     def graph(self, module: fx.GraphModule, arguments: Sequence[_After]) -> list[_After]:
         """Add the events of ``module``'s graph; returns what each output waits for."""
@@ -83,8 +86,11 @@ class _Writer:
             return waits
         if item.by_bytes:
             self.unknown.add(op_name(node))
+        meets = ""
         if isinstance(item.cost, Transfer):
             stream, seconds = self.transfer(item.cost)
+            if item.cost.collective is Collective.SEND:
+                stream, meets = self.message(node, item.cost.group, stream)
         else:
             stream, seconds = COMPUTE, self.compute(item.cost)
         if seconds == 0.0:
@@ -94,10 +100,23 @@ class _Writer:
                 name=f"{node.name} {item.cost.layer}".strip(),
                 stream=stream,
                 seconds=seconds,
+                meets=meets,
                 waits=tuple((self.rank, i) for s, i in waits.items() if s != stream),
             )
         )
         return {**waits, stream: len(self.events) - 1}
+
+    def message(self, node: fx.Node, group: str, stream: str) -> tuple[str, str]:
+        """A stream for the direction of a message, and a key that its two ends share.
+
+        Messages of one direction keep their order; a send and a receive do not wait for each other.
+        """
+        members = self.program.mesh.group_ranks(group, self.program.rank)
+        me, peer = members.index(self.program.rank), int(str(node.args[1]))
+        source, target = (me, peer) if op_name(node) == "isend" else (peer, me)
+        direction = f"{stream} {source}>{target}"
+        self.messages[direction] += 1
+        return direction, f"{group} {members} {source}>{target} {self.messages[direction]}"
 
     def compute(self, op: Op) -> float:
         return self.kernels.total_seconds([op], dispatch_s=self.kernels.device.dispatch_s)
@@ -136,7 +155,15 @@ def program_events(
     groups = {g for m in _modules(program.graph_module) for g in _groups(m)}
     spans = {g: collectives.cluster.group_span(mesh, g) for g in groups}
     writer = _Writer(
-        rank=rank, kernels=kernels, collectives=collectives, spans=spans, events=[], sent={}, unknown=set()
+        program=program,
+        rank=rank,
+        kernels=kernels,
+        collectives=collectives,
+        spans=spans,
+        events=[],
+        sent={},
+        unknown=set(),
+        messages=Counter(),
     )
     writer.graph(program.graph_module, [{} for _ in program.inputs])
     return writer.events, writer.sent, writer.unknown

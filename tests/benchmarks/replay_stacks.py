@@ -20,7 +20,7 @@ MEGATRON = StackProfile(
     send_overlap=False,
     optimizer_bytes=50,
     recompute_whole=True,
-    # DeepSpeed keeps the input and output of a stage, and an fp32 copy of the gradients it owns (and of half at a time).
+    # DeepSpeed keeps the input and output of a stage, and fp32 gradients of what it owns (and half as much passing).
     stage_copies=2,
     update_bytes=6,
     memory_meter="device",

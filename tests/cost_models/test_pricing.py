@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import autopar
 from autopar.capture import capture
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.collectives import Collective
 from autopar.cost_models.compute import OpKind
+from autopar.lower.program import lower
 from autopar.passes.base import Mesh, OutputKind, OutputSpec, Phase, Program, StepGraph
 from autopar.passes.pricing import buffers, price_graph, price_node, recomputed, saved
 from autopar.passes.program_cost import predict
@@ -157,6 +159,25 @@ def test_a_program_overlaps_what_its_graph_allows() -> None:
     assert starts[names[-1]] >= max(ends["second"], ends["sum"]) - 1e-12
     assert cost.sent_bytes == {"tp": 256 * 256 * 4}
     assert cost.peak.bytes >= 3 * 256 * 256 * 4
+
+
+def test_stages_wait_for_each_others_messages() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    x, y = torch.randn(8, 32), torch.randn(8, 32)
+
+    def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+        return ((out - target) ** 2).mean()
+
+    cluster = Cluster.parse("2xCPU")
+    constraints = autopar.Constraints(pp=2, microbatches=2)
+    plan = autopar.plan(model, (x,), cluster=cluster, loss_fn=loss_fn, targets=(y,), constraints=constraints)
+    step = capture(model, (x,), loss_fn=loss_fn, targets=(y,))
+    programs = [lower(step, plan, rank) for rank in (0, 1)]
+    together = predict(programs, cluster)
+    alone = [predict([p], cluster).timeline.step_s for p in programs]
+    assert together.timeline.step_s > max(alone)
+    received = [e.meets for e in together.timeline.programs[1] if e.meets]
+    assert sorted(received) == sorted(e.meets for e in together.timeline.programs[0] if e.meets)
 
 
 def program_with_outputs() -> Program:
