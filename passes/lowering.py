@@ -71,9 +71,7 @@ class Emitter:
         """Append the call that stands for the described node; it keeps that node's name."""
         return self._append(resolve(op), args, kwargs, self.origin_name)
 
-    def _append(
-        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None
-    ) -> fx.Node:
+    def _append(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta["val"] = self._run(target, args, kwargs)
         node.meta.update(self.meta)

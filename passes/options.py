@@ -148,9 +148,7 @@ class Structures:
 
     def of_value(self, value: Value) -> list[tuple[int, Structure]]:
         """(dim, structure) pairs known of a value."""
-        return [
-            (dim, s) for dim in range(len(shape_of(value))) for s in self._found.get((value, dim), ())
-        ]
+        return [(dim, s) for dim in range(len(shape_of(value))) for s in self._found.get((value, dim), ())]
 
 
 class OptionSpace:

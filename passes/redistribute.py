@@ -179,7 +179,9 @@ def local_blocks(layout: Layout, axis: int, sizes: tuple[int, ...], coords: tupl
 class Redistributor:
     """Emits the nodes of a redistribution for one rank."""
 
-    def __init__(self, emitter: Emitter, axes: tuple[str, ...], sizes: tuple[int, ...], coords: tuple[int, ...]) -> None:
+    def __init__(
+        self, emitter: Emitter, axes: tuple[str, ...], sizes: tuple[int, ...], coords: tuple[int, ...]
+    ) -> None:
         self.emitter = emitter
         self.axes = axes
         self.sizes = sizes
@@ -248,8 +250,16 @@ class Redistributor:
         target = list(shape)
         target[shard.dim] = blocks * shard.units * view.rest
         if view.before * blocks == 1:
-            out = gathered if widest * num_ranks == shard.units else emit(
-                "slice.Tensor", emit("reshape", gathered, [num_ranks * widest, view.rest, view.after]), 0, 0, shard.units
+            out = (
+                gathered
+                if widest * num_ranks == shard.units
+                else emit(
+                    "slice.Tensor",
+                    emit("reshape", gathered, [num_ranks * widest, view.rest, view.after]),
+                    0,
+                    0,
+                    shard.units,
+                )
             )
             return emit("reshape", out, target)
         wide = emit("reshape", gathered, [num_ranks, view.before, blocks, widest, view.rest, view.after])

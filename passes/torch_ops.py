@@ -4,6 +4,7 @@
 they return at once; ``wait_tensor`` waits.
 ``OpOverload``: the type of ``torch.ops.aten.add.Tensor``.  ``FakeTensorMode``: tensors with a shape, dtype and device
 but no data (what ``torch.export`` runs models on).  ``pytree``: the flattening of nested containers.
+``LazyGraphModule``: a ``torch.fx.GraphModule`` that makes its code when it is needed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree
 
+LazyGraphModule = _LazyGraphModule
 pytree = _pytree
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from autopar.cost_models.errors import PlanError
-from autopar.lower.prepare import Prepared, prepare
 from autopar.cost_models.schedules import Kind, Schedule, build, validate
+from autopar.lower.prepare import Prepared, prepare
 from autopar.passes.base import Mesh, Program, StepGraph
 from autopar.passes.bucket import Bucket
 from autopar.passes.lowering import Memo
@@ -78,12 +78,9 @@ class Lowering:
             program = rewrite(program)
         return program
 
-
     def _local(self, rank: int) -> Program:
         """The program of one rank of the mesh over which work is split."""
-        return partition(
-            self.prepared.normal, self.prepared.rows, self.assignment, rank, rng=self.rng, memo=self._memo
-        )
+        return partition(self.prepared.normal, self.prepared.rows, self.assignment, rank, rng=self.rng, memo=self._memo)
 
     def _unrolled(self, rank: int) -> Program:
         """The program of a rank that runs stages and micro-batches."""
@@ -95,6 +92,11 @@ class Lowering:
         fold, arrangement = self.folded(dp, tp)
         return Unroll(fold, arrangement, mesh, rank).run()
 
+    def _equal_microbatches(self) -> bool:
+        """Whether every call that is split over micro-batches is split evenly."""
+        axis, count = self.plan.work_mesh.axes.index("mb"), self.plan.microbatches
+        return all(c[axis].factor is None or c[axis].units == count for c in self.assignment.choices.values())
+
     def folded(self, dp: int, tp: int) -> tuple[Fold, Arrangement]:
         """The micro-batches of one place on the mesh of a stage, and who runs what (kept).
 
@@ -103,10 +105,12 @@ class Lowering:
         """
         if (dp, tp) not in self._folded:
             plan = self.plan
-            locals_ = [self._local(plan.work_mesh.rank((dp, m, tp))) for m in range(plan.microbatches)]
+            count = plan.microbatches
+            alike = count > 3 and self._equal_microbatches()
+            locals_ = [self._local(plan.work_mesh.rank((dp, m, tp))) for m in ((0, 1, count - 1) if alike else range(count))]
             if any(isinstance(p, Overlap) for p in self.passes):
                 locals_ = [Overlap()(p) for p in locals_]
-            fold = Fold(locals_, num_stages=plan.num_stages, regather=plan.zero == 3)
+            fold = Fold(locals_, count=count, num_stages=plan.num_stages, regather=plan.zero == 3)
             schedule = schedule_of(plan, coupled=bool(fold.coupled), training=self.prepared.step.training)
             if plan.pp > 1 and plan.schedule not in (None, "gpipe"):
                 fold.refuse_coupling(plan.schedule)
@@ -141,7 +145,9 @@ def assignment_of(prepared: Prepared, plan: Plan, reduce_dtype: torch.dtype | No
             choice = replicated(prepared.rows[node]) if label == "R" else prepared.choice(space, node, label, size)
             if choice is None:
                 known = sorted(c.label for c in space.choices(node, size))
-                raise PlanError(f"{name!r} cannot be split as {label!r} on axis {axis} of {size} ranks; it can as {known}")
+                raise PlanError(
+                    f"{name!r} cannot be split as {label!r} on axis {axis} of {size} ranks; it can as {known}"
+                )
             found.append(choice)
         choices[name] = tuple(found)
     storage = {spec.name: plan.layout(spec.name) for spec in prepared.normal.inputs}

@@ -84,7 +84,7 @@ def estimate(
     cluster: Cluster,
     optimizer: str,
     zero: int,
-    pipeline: Pipeline = Pipeline(),  # noqa: B008 - frozen
+    pipeline: Pipeline = Pipeline(),
 ) -> Estimate:
     """Roofline of the work, plus the time of every redistribution that is not hidden, plus what is held at the peak."""
     assignment = without_microbatches(assignment)
@@ -189,5 +189,3 @@ class Ledger:
             sent = wire_bytes(step.kind, self.mesh.sizes[step.axis], size)
             self.sent[axis] += sent
             self.collectives[axis] += 1 if sent else 0
-
-

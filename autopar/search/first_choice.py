@@ -28,7 +28,16 @@ from autopar.passes.options import (
     value_of,
 )
 from autopar.passes.partition import Assignment, fake_of
-from autopar.passes.placement import REPLICATE, Layout, Placement, Shard, can_split, compatible, make_shard, shards_of_dim
+from autopar.passes.placement import (
+    REPLICATE,
+    Layout,
+    Placement,
+    Shard,
+    can_split,
+    compatible,
+    make_shard,
+    shards_of_dim,
+)
 from autopar.passes.redistribute import StepKind, kind_of, wire_bytes
 from autopar.passes.rules.row import Row
 from autopar.passes.rules.table import op_name
@@ -181,9 +190,7 @@ class FirstChoice:
         used = any(c.factor is not None for c in chosen.values())
         return AxisResult(choices=chosen, storage=kept, cost=solution.value, exact=solution.exact, used=used)
 
-    def _allowed(
-        self, node: fx.Node, choices: list[Choice], families: Families, allowed: set[Family]
-    ) -> list[Choice]:
+    def _allowed(self, node: fx.Node, choices: list[Choice], families: Families, allowed: set[Family]) -> list[Choice]:
         kept = []
         values = [value_of(t) for t in self.space.tensors[node]]
         for choice in choices:
@@ -323,7 +330,12 @@ class AxisProblem:
                 self._link(origin, held, node, wanted, self._moved_bytes(value), self._prices_of(value))
 
     def _hub(
-        self, value: Value, phase: Phase, source: Hashable | None, have: list[Placement], places: list[tuple[fx.Node, int]]
+        self,
+        value: Value,
+        phase: Phase,
+        source: Hashable | None,
+        have: list[Placement],
+        places: list[tuple[fx.Node, int]],
     ) -> tuple[Hashable, list[Placement]]:
         """A variable for the form in which heavy readers share a value: it is moved once, not once a reader."""
         forms = dict.fromkeys(have)
@@ -439,9 +451,7 @@ CONTRACTIONS: Mapping[str, float] = {
 def weight_views(step: StepGraph) -> set[fx.Node]:
     """Parameters, and calls that read nothing but one parameter (its transposes and casts)."""
     found = {
-        node
-        for node, spec in zip(step.placeholders, step.inputs, strict=True)
-        if spec.kind is InputKind.PARAMETER
+        node for node, spec in zip(step.placeholders, step.inputs, strict=True) if spec.kind is InputKind.PARAMETER
     }
     for node in step.graph.nodes:
         inputs = node.all_input_nodes

@@ -6,13 +6,12 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import fx
 
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.errors import ConstraintError
 from autopar.lower.prepare import Prepared, prepare
-from autopar.passes.base import InputKind, Mesh, StepGraph
+from autopar.passes.base import InputKind, StepGraph
 from autopar.passes.options import batch_inputs, shape_of
 from autopar.passes.partition import Assignment
 from autopar.passes.placement import can_split
@@ -148,7 +147,9 @@ class Planner:
     def assign(self, candidate: Candidate) -> tuple[Assignment, list[str]]:
         """The first choice on the candidate's mesh."""
         prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
-        return choose(prepared.normal, prepared.rows, candidate.wishes(), self._layers if self.constraints.layers else no_wishes)
+        return choose(
+            prepared.normal, prepared.rows, candidate.wishes(), self._layers if self.constraints.layers else no_wishes
+        )
 
     def _layers(self, path: str) -> LayerConstraints:
         """What the constraints say of one layer."""
@@ -175,7 +176,10 @@ class Planner:
             chosen = min(found, key=lambda f: f[0].peak_bytes)
         figures, candidate, assignment, notes = chosen
         if not fitting:
-            notes = [*notes, f"predicted peak of {figures.peak_bytes / 1e9:.2f} GB is over the {budget / 1e9:.2f} GB of a device"]
+            notes = [
+                *notes,
+                f"predicted peak of {figures.peak_bytes / 1e9:.2f} GB is over the {budget / 1e9:.2f} GB of a device",
+            ]
         return self.plan(candidate, assignment, notes, figures)
 
     def stages(self, candidate: Candidate) -> dict[str, int]:
