@@ -53,7 +53,9 @@ class Fold:
     """The programs of all micro-batches of one place on the mesh, read side by side; a call is known by its position.
 
     Args:
-        programs: the local programs of micro-batch 0, 1, ...
+        programs: the local programs of micro-batch 0, 1, ...; where all micro-batches have equally many rows, those of
+            the first two and of the last one are enough.
+        count: number of micro-batches.
         num_stages: number of pipeline stages.
         regather: gather a parameter anew for each micro-batch, instead of holding it for the whole step (ZeRO 3).
 
@@ -61,7 +63,7 @@ class Fold:
         PartitionError: the programs differ in structure.
     """
 
-    def __init__(self, programs: Sequence[Program], *, num_stages: int, regather: bool) -> None:
+    def __init__(self, programs: Sequence[Program], *, count: int, num_stages: int, regather: bool) -> None:
         self.programs, self.num_stages, self.regather = programs, num_stages, regather
         for program in programs:
             split_sums(program)
@@ -70,7 +72,8 @@ class Fold:
         if any(len(nodes) != len(self.nodes) for nodes in self.lists):
             raise PartitionError("the programs of two micro-batches have different numbers of calls")
         self.index = [{n: i for i, n in enumerate(nodes)} for nodes in self.lists]
-        self.count = len(programs)
+        self.count = count
+        self.known: dict[tuple[int, int], tuple[Any, Any, list[Any]]] = {}
         self.spec_of = dict(zip((i for i, n in enumerate(self.nodes) if n.op == "placeholder"), programs[0].inputs, strict=False))
         self._read()
         self._sort()
@@ -103,17 +106,42 @@ class Fold:
             raise PartitionError(f"{node.format_node()} would exchange parts of micro-batches")
         return True
 
+    def node(self, microbatch: int, position: int) -> fx.Node:
+        """A call as its micro-batch has it (or one that has it in the same shapes)."""
+        return self.lists[min(microbatch, len(self.lists) - 1)][position]
+
     def described(self, microbatch: int, position: int) -> tuple[Any, Any, list[Any]]:
-        """(target, shape of the arguments, leaves of the arguments) with nodes given by their positions."""
-        node, index = self.lists[microbatch][position], self.index[microbatch]
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        return node.target, spec, [Ref(index[a]) if isinstance(a, fx.Node) else a for a in leaves]
+        """(target, shape of the arguments, leaves of the arguments) with nodes given by their positions.
+
+        Numbers that differ between equal micro-batches grow evenly: they are where the rows begin and end.
+        """
+        if len(self.lists) == self.count or microbatch < 2:
+            return self._read_call(microbatch, position)
+        first, second = self._read_call(0, position), self._read_call(1, position)
+        if len(first[2]) != len(second[2]):
+            return second
+        leaves = [
+            a + microbatch * (b - a) if is_number(a) and is_number(b) else b for a, b in zip(first[2], second[2], strict=True)
+        ]
+        return second[0], second[1], leaves
+
+    def _read_call(self, which: int, position: int) -> tuple[Any, Any, list[Any]]:
+        key = (which, position)
+        if key not in self.known:
+            node, index = self.lists[which][position], self.index[which]
+            leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+            self.known[key] = (node.target, spec, [Ref(index[a]) if isinstance(a, fx.Node) else a for a in leaves])
+        return self.known[key]
 
     def _differs(self, i: int) -> bool:
-        first = self.described(0, i)
         if self.nodes[i].op in ("placeholder", "output", "get_attr"):
             return False
-        return any(not same(self.described(m, i), first) for m in range(1, self.count))
+        first = self.described(0, i)
+        if len(self.lists) == self.count:
+            return any(not same(self.described(m, i), first) for m in range(1, self.count))
+        if not same(self.described(self.count - 1, i), self._read_call(len(self.lists) - 1, i)):
+            raise PartitionError(f"{self.nodes[i].format_node()} does not grow evenly over the micro-batches")
+        return not same(self.described(1, i), first)
 
     def _live(self) -> list[bool]:
         live = [False] * len(self.nodes)
@@ -219,6 +247,11 @@ class Fold:
 
 class Ref(int):
     """Position of a call among the arguments of another."""
+
+
+def is_number(value: object) -> bool:
+    """Whether the constant is a whole number that may differ between micro-batches."""
+    return isinstance(value, int) and not isinstance(value, bool | Ref)
 
 
 def same(one: tuple[Any, Any, list[Any]], other: tuple[Any, Any, list[Any]]) -> bool:

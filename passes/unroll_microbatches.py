@@ -21,7 +21,7 @@ from autopar.cost_models.errors import PartitionError
 from autopar.cost_models.schedules import Action, Kind, Schedule, needs
 from autopar.passes.base import InputKind, Mesh, OutputKind, Phase, Program, ProgramTensor
 from autopar.passes.lowering import Emitter
-from autopar.passes.microbatch import Fold, Ref, is_draw
+from autopar.passes.microbatch import Fold, Ref, is_draw, is_number
 from autopar.passes.placement import REPLICATE, Layout
 from autopar.passes.redistribute import MICROBATCHES
 from autopar.passes.split_stages import stage_of_input
@@ -507,7 +507,7 @@ class Unroll:
         }
         for k, i in enumerate(part.outputs):
             piece = self.graph.call_function(operator.getitem, (called, k))
-            piece.meta = plain_meta(self.fold.lists[m][i])
+            piece.meta = plain_meta(self.fold.node(m, i))
             self.values[i, m] = piece
             self._gather_part(i, m, piece)
 
@@ -529,7 +529,7 @@ class Unroll:
         fold = self.fold
         found: list[Any] = []
         for i in (*part.inputs, *part.calls):
-            found.append(shapes_of(fold.lists[m][i].meta.get("val")))
+            found.append(shapes_of(fold.node(m, i).meta.get("val")))
         for i in part.calls:
             if fold.differs[i]:
                 target, spec, leaves = fold.described(m, i)
@@ -549,14 +549,14 @@ class Unroll:
         fold, graph = self.fold, fx.Graph()
         env: dict[int, fx.Node] = {}
         for i in part.inputs:
-            env[i] = graph.placeholder(fold.lists[m][i].name)
-            env[i].meta = dict(fold.lists[m][i].meta)
+            env[i] = graph.placeholder(fold.node(m, i).name)
+            env[i].meta = dict(fold.node(m, i).meta)
         given: dict[tuple[int, int], fx.Node] = {}
         for i, k in varying:
-            given[i, k] = graph.placeholder(f"{fold.lists[m][i].name}_{k}")
+            given[i, k] = graph.placeholder(f"{fold.node(m, i).name}_{k}")
             given[i, k].meta = {"val": fold.described(m, i)[2][k]}
         for i in part.calls:
-            node = fold.lists[m][i]
+            node = fold.node(m, i)
             target, spec, leaves = fold.described(m, i)
             filled = [env[fold.alias[a]] if isinstance(a, Ref) else given.get((i, k), a) for k, a in enumerate(leaves)]
             args, kwargs = pytree.tree_unflatten(filled, spec)
@@ -577,14 +577,14 @@ class Unroll:
         waiting.append(self.emitter.call(ISEND, sent, target, self.tags[*key, target], PIPELINE))
 
     def _receive(self, key: tuple[int, int], source: int) -> None:
-        node = self.fold.lists[max(key[1], 0)][key[0]]
+        node = self.fold.node(max(key[1], 0), key[0])
         self.emitter.describe(node)
         like = node.meta["val"]
         buffer = self.emitter.call("empty.memory_format", list(like.shape), dtype=like.dtype, device=like.device)
         self.pending[key] = self.emitter.call(IRECV, buffer, source, self.tags[*key, self.place], PIPELINE)
 
     def _received(self, key: tuple[int, int]) -> fx.Node:
-        node = self.fold.lists[max(key[1], 0)][key[0]]
+        node = self.fold.node(max(key[1], 0), key[0])
         self.emitter.describe(node)
         value = self.emitter.wait(self.pending.pop(key))
         value.meta = {**plain_meta(node), "val": value.meta["val"]}
@@ -649,11 +649,6 @@ class Unroll:
 def plain_meta(node: fx.Node) -> dict[str, Any]:
     """What is still true of a local value when it stands in a program of several micro-batches."""
     return {k: v for k, v in node.meta.items() if k in ("val", "layer", "phase", "source", "stage")}
-
-
-def is_number(value: object) -> bool:
-    """Whether a sub-program can take the constant as an argument."""
-    return isinstance(value, int) and not isinstance(value, bool | Ref)
 
 
 def shapes_of(value: Any) -> Any:
