@@ -306,8 +306,8 @@ def parse_placement(text: str, num_ranks: int) -> Placement:
 class Plan:
     """How one training step is split over ``dp * tp * pp`` ranks.
 
-    The ranks of a pipeline stage form a :attr:`mesh` with the axes ``dp`` and ``tp``; the texts of ``storage`` follow that
-    order, those of ``choices`` the order of :attr:`work_mesh`, which has an axis of micro-batches between them.
+    The ranks of a pipeline stage form a :attr:`mesh` with the axes ``dp`` and ``tp``; the texts of ``storage`` follow
+    that order, those of ``choices`` the order of :attr:`work_mesh`, which has an axis of micro-batches between them.
 
     Attributes:
         fingerprint: which captured step it is for (:func:`fingerprint`).
@@ -389,7 +389,7 @@ class Plan:
 
     @property
     def work_mesh(self) -> Mesh:
-        """The grid over which work is split: :attr:`mesh`, with the micro-batches as an axis "mb" where there are any."""
+        """The grid over which work is split: :attr:`mesh`, and micro-batches as an axis "mb" where there are any."""
         if self.microbatches == 1 and self.pp == 1:
             return self.mesh
         return Mesh(axes=("dp", "mb", "tp"), sizes=(self.dp, self.microbatches, self.tp))

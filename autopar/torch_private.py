@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+# OpOverload: the type of ``torch.ops.aten.add.Tensor``.
+from torch._ops import OpOverload
+
 # FakeTensorMode: tensors with a shape, a dtype and a device but no data (what ``torch.export`` runs models on).
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -44,6 +47,7 @@ from torch._subclasses.fake_tensor import (
 
 # FunctionalTensor: the wrapper that turns in-place operations into out-of-place ones while a trace runs.
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 
 # DTensorSpec, TensorMeta: what a DTensor knows besides its local tensor (mesh, placements, global shape and strides).
@@ -56,11 +60,11 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 # annotate, preserve_node_meta: user annotations on the nodes that a trace records, as ``torch.export`` keeps them.
 from torch.fx.traceback import annotate, preserve_node_meta
 
-# TorchDispatchMode: sees every operation that is dispatched.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 # pytree: the flattening of nested containers that ``torch.export`` and ``torch.func`` use for arguments and results.
 from torch.utils import _pytree as pytree
+
+# TorchDispatchMode: sees every operation that is dispatched.
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -89,9 +93,9 @@ __all__ = [
     "plain_output",
     "preserve_node_meta",
     "pytree",
-    "share_found_inf",
     "quiet_failures",
     "redirected_autocast",
+    "share_found_inf",
     "tangent_of",
     "traced_backward",
 ]
@@ -250,16 +254,16 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def share_found_inf() -> None:
     """Make ``torch.amp.GradScaler`` skip a step on all ranks when any rank of the gradients' mesh overflows.
 
-    DTensor's own handler (torch 2.13, 2.14) looks at the first gradient of a list only: where that one is replicated, an
-    overflow in a shard of another stays unseen on the other ranks, and their weights part for ever.
+    DTensor's own handler (torch 2.13, 2.14) looks at the first gradient of a list only: where that one is replicated,
+    an overflow in a shard of another stays unseen on the other ranks, and their weights part for ever.
     """
     check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     DTensor._op_dispatcher._custom_op_handlers[check] = _check_and_unscale
 
 
-def _check_and_unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_and_unscale(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     gradients, found_inf, inverse_scale = args
-    op([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found_inf, inverse_scale, **kwargs)
+    op_call([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found_inf, inverse_scale, **kwargs)
     for mesh in {g.device_mesh for g in gradients if isinstance(g, DTensor)}:
         for axis in range(mesh.ndim):
             torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(axis))
@@ -272,14 +276,21 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def dispatched(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Call]:
+def dispatched(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
     """(operation, positional arguments, keyword arguments) of all that ``function(*args, **kwargs)`` dispatches."""
-    with _Recorder() as recorder:
+    recorder = _Recorder()
+    with recorder:
         function(*args, **kwargs)
     return recorder.calls
 
@@ -297,7 +308,7 @@ def foreach_norm(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor
 
 def group_named(name: str) -> torch.distributed.ProcessGroup:
     """The process group that functional collectives know by ``name``."""
-    group: torch.distributed.ProcessGroup = _resolve_process_group(name)
+    group: torch.distributed.ProcessGroup = _resolve_process_group(GroupName(name))
     return group
 
 

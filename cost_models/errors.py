@@ -30,7 +30,7 @@ class InputError(AutoparError):
 
 
 class RuntimeStateError(AutoparError):
-    """A compiled module is used in a state that cannot work (second backward, uninitialised parameters, stale optimizer)."""
+    """A compiled module is in a state that cannot work (second backward, uninitialised parameters, stale optimizer)."""
 
 
 class VerificationError(AutoparError):

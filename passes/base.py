@@ -1,4 +1,4 @@
-"""The intermediate representation: one training step as a flat ``torch.fx`` graph whose inputs and outputs are described.
+"""The intermediate representation: one training step as a flat ``torch.fx`` graph with described inputs and outputs.
 
 A :class:`StepGraph` is what capture hands to the passes: one device's step.  A :class:`Program` is what the passes hand
 to the runtime and to the verifier: the step of one rank of a mesh.

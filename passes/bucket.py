@@ -1,4 +1,4 @@
-"""Fewer, larger messages: gradient reductions of one group travel together, and so do the gathers of one block's parameters."""
+"""Fewer, larger messages: gradients of one group are reduced together, parameters of one block gathered together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.cost_models.errors import PartitionError
 from autopar.passes.base import OutputKind, Program
 from autopar.passes.lowering import Emitter
 from autopar.passes.torch_ops import (
@@ -27,11 +28,11 @@ from autopar.passes.torch_ops import (
 class Bucket:
     """The pass.
 
-    * all_reduces and reduce_scatters of gradients that only leave the step are joined into buckets of ``max_bytes``: the
-      members are laid side by side in one tensor, reduced together as soon as the last of them is ready, and the gradients
-      are views of the result (as in DistributedDataParallel);
-    * all_gathers of parameters for one block and phase become one coalesced all_gather, at the place of the first (as in
-      FSDP's groups).
+    * all_reduces and reduce_scatters of gradients that only leave the step are joined into buckets of ``max_bytes``:
+      the members are laid side by side in one tensor, reduced together as soon as the last of them is ready, and the
+      gradients are views of the result (as in DistributedDataParallel);
+    * all_gathers of parameters for one block and phase become one coalesced all_gather, at the place of the first (as
+      in FSDP's groups).
     """
 
     max_bytes: int = 25_000_000
@@ -55,8 +56,9 @@ class Bucket:
                 reductions.setdefault(key, []).append(node)
             elif node.target is ALL_GATHER and input_chain(node) is not None:
                 dtype = node.meta["val"].dtype
-                key = (block_of(node), node.meta.get("phase"), node.args[1:], dtype, node.meta.get("stage"))
-                gathers.setdefault(key, []).append(node)
+                block = block_of(node)
+                together = (block, node.meta.get("phase"), node.args[1:], dtype, node.meta.get("stage"))
+                gathers.setdefault(together, []).append(node)
         # A gradient may be reduced over one axis after another: first reductions are joined first.
         for key in sorted(reductions, key=lambda k: k[0]):
             position = {node: i for i, node in enumerate(graph.nodes)}
@@ -92,7 +94,7 @@ def num_bytes(node: Any) -> int:
 
 
 def reductions_after(node: fx.Node, leaving: set[fx.Node]) -> int | None:
-    """How many collectives follow a reduction whose result only leaves the step as a gradient, or None where it does more."""
+    """How many collectives follow a reduction whose result only leaves the step as a gradient; None: it does more."""
     later = 0
     while True:
         if len(node.users) != 1:
@@ -153,7 +155,9 @@ def nodes_before(graph: fx.Graph, last: fx.Node) -> set[fx.Node]:
 def join_reductions(graph: fx.Graph, bucket: Sequence[fx.Node]) -> None:
     """Replace the reductions of ``bucket`` by one, right after the last of them."""
     last = bucket[-1]
-    ranks = int(last.args[2]) if last.target is REDUCE_SCATTER else 1  # type: ignore[call-overload]
+    ranks = last.args[2] if last.target is REDUCE_SCATTER else 1
+    if not isinstance(ranks, int):
+        raise PartitionError(f"{last.format_node()} has {ranks!r} as its number of ranks, which must be an int")
     emitter = Emitter(graph, last.meta["val"].fake_mode)
     waits = [next(iter(n.users)) for n in bucket]
     with graph.inserting_before(last):

@@ -1,9 +1,10 @@
-"""Emission of local nodes: an :class:`Emitter` that keeps shapes and descriptions, and the context that rules lower with."""
+"""Emission of local nodes: an :class:`Emitter` that keeps shapes and descriptions, and the context that rules see."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,10 +82,10 @@ class Emitter:
         """What ``target`` gives on the fake values of the arguments."""
         values = fx.node.map_aggregate(args, fake_value)
         named = fx.node.map_aggregate(dict(kwargs), fake_value)
-        key = (target, memo_key(values), tuple((k, memo_key(v)) for k, v in named.items()))  # type: ignore[union-attr]
+        key = (target, memo_key(values), tuple((k, memo_key(v)) for k, v in named.items()))
         if key not in self.memo:
             with self.fake_mode:
-                self.memo[key] = target(*values, **named)  # type: ignore[misc, arg-type]
+                self.memo[key] = target(*values, **named)
         return self.memo[key]
 
     def opaque_call(
@@ -168,28 +169,28 @@ def fake_value(item: Any) -> Any:
     return item.meta["val"] if isinstance(item, fx.Node) else item
 
 
+@dataclass(slots=True, kw_only=True)
 class LocalContext:
-    """What a rule sees when it lowers one call for one rank."""
+    """What a rule sees when it lowers one call for one rank.
 
-    def __init__(
-        self,
-        emitter: Emitter,
-        call: Call,
-        row: Row,
-        tensors: Sequence[fx.Node],
-        choices: Sequence[Choice],
-        axes: tuple[str, ...],
-        sizes: tuple[int, ...],
-        coords: tuple[int, ...],
-    ) -> None:
-        self.emitter = emitter
-        self.call = call
-        self.row = row
-        self.tensors = list(tensors)
-        self.choices = choices
-        self.axes = axes
-        self.sizes = sizes
-        self.coords = coords
+    Attributes:
+        emitter: appends the local calls.
+        call: the call of the whole step, with its global shapes.
+        row: what its rule says of it.
+        tensors: local values of its tensor arguments; a rule may put others in their place.
+        choices: how it is split, one entry per mesh axis.
+        axes, sizes: names and numbers of ranks of the mesh axes.
+        coords: this rank's place on each of them.
+    """
+
+    emitter: Emitter
+    call: Call
+    row: Row
+    tensors: list[fx.Node]
+    choices: Sequence[Choice]
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coords: tuple[int, ...]
 
     def tensor(self, index: int) -> fx.Node:
         """Local value of the tensor argument ``index``."""
@@ -310,6 +311,5 @@ def local_arguments(
     late = [a.name for a in positional[given:] if a.name in kwargs]
     if late:  # a positional argument that the caller left at its default: pass it in its place
         last = max(i for i, a in enumerate(positional) if a.name in late)
-        for a in positional[given : last + 1]:
-            args.append(kwargs.pop(a.name, new.get(a.name)))
+        args.extend(kwargs.pop(a.name, new.get(a.name)) for a in positional[given : last + 1])
     return tuple(args), kwargs

@@ -283,7 +283,7 @@ class Families:
 def batch_seeds(
     placeholders: Sequence[fx.Node], inputs: Sequence[InputSpec], data_ranks: int
 ) -> dict[tuple[Value, int], Structure]:
-    """The rows of each of ``data_ranks`` ranks as atoms of the batch inputs' first dims, so that they can be split again."""
+    """The rows of each of ``data_ranks`` ranks as atoms of the batch inputs' first dims: they can be split again."""
     found = {}
     for node in batch_inputs(placeholders, inputs):
         shape = shape_of((node, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import fx
@@ -87,7 +88,7 @@ def start_gathers_early(graph: fx.Graph) -> None:
             if chains is not None:
                 gathers.append((node, chains))
     position: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
-    for (before, _), (node, chain) in zip(gathers, gathers[1:], strict=False):
+    for (before, _), (node, chain) in itertools.pairwise(gathers):
         waits = [n for n in downstream(before) if is_wait(n)]
         anchor = min(waits, key=position.__getitem__, default=None)
         if anchor is None or position[anchor] > position[node]:

@@ -8,7 +8,7 @@ or itself on whole tensors.  Wherever a value lies otherwise than its consumer w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,7 +229,14 @@ class Partitioner:
             pairs = zip(tensors, call.tensors, strict=True)
             tensors = [self.emitter.contiguous(t) if s.meta["val"].is_contiguous() else t for t, s in pairs]
         context = LocalContext(
-            self.emitter, call, row, tensors, choices, self.axes, self.sizes, self.coords
+            emitter=self.emitter,
+            call=call,
+            row=row,
+            tensors=tensors,
+            choices=choices,
+            axes=self.axes,
+            sizes=self.sizes,
+            coords=self.coords,
         )
         result = self._emit(context)
         self._bind_outputs(node, result, context)
@@ -267,10 +274,7 @@ class Partitioner:
             if dims is None or index not in used:
                 continue
             self.emitter.describe(node)
-            if isinstance(result, fx.Node):
-                new = self.emitter.getitem(result, index)
-            else:
-                new = result[index]
+            new = self.emitter.getitem(result, index) if isinstance(result, fx.Node) else result[index]
             self._check(ctx, new, index)
             self._define((node, index), new, ctx.output_layout(index))
 
@@ -281,18 +285,18 @@ class Partitioner:
         if got != want:
             labels = [c.label for c in ctx.choices]
             raise PartitionError(
-                f"{ctx.call.node.format_node()}: split as {labels}, output {index} has local shape {got} where {want} was "
-                f"expected; the rule of {ctx.call.op} is wrong for this call"
+                f"{ctx.call.node.format_node()}: split as {labels}, output {index} has local shape {got} where {want} "
+                f"was expected; the rule of {ctx.call.op} is wrong for this call"
             )
 
     def _wanted_outputs(self) -> dict[Value, list[Layout]]:
         """Layouts in which the step's outputs leave, by value (None there: any layout that is not Partial)."""
         wanted: dict[Value, list[Layout]] = {}
         for spec, node in zip(self.step.outputs, self.step.results, strict=True):
-            if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
-                if spec.kind in (OutputKind.GRADIENT, OutputKind.MUTATION, OutputKind.INPUT_GRADIENT):
-                    layout = self.assignment.storage.get(spec.name, self.whole)
-                    wanted.setdefault(value_of(node), []).append(layout)
+            kept = spec.kind in (OutputKind.GRADIENT, OutputKind.MUTATION, OutputKind.INPUT_GRADIENT)
+            if kept and isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+                layout = self.assignment.storage.get(spec.name, self.whole)
+                wanted.setdefault(value_of(node), []).append(layout)
         return wanted
 
     def _outputs(self) -> tuple[list[Any], list[ProgramTensor | None]]:
@@ -306,7 +310,7 @@ class Partitioner:
             value = value_of(node)
             self.emitter.describe(node)
             if spec.kind in (OutputKind.LOSS, OutputKind.RESULT):
-                layout = tuple(
+                layout: Layout = tuple(
                     REPLICATE if isinstance(p, Partial) or axis == MICROBATCHES else p
                     for axis, p in zip(self.axes, self.layouts[value], strict=True)
                 )
@@ -329,8 +333,8 @@ def fake_of(value: Value) -> torch.Tensor:
 def fake_mode_of(step: StepGraph) -> Any:
     """The fake tensor mode that the step's values belong to."""
     for node in step.graph.nodes:
-        values: Sequence[Any] = node.meta.get("val") if isinstance(node.meta.get("val"), (list, tuple)) else [node.meta.get("val")]
-        for value in values:
+        meta = node.meta.get("val")
+        for value in meta if isinstance(meta, (list, tuple)) else (meta,):
             mode = getattr(value, "fake_mode", None)
             if mode is not None:
                 return mode

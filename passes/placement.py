@@ -112,8 +112,8 @@ def local_view(
 ) -> tuple[int, int, int, int]:
     """The dim split by ``axis`` as this rank sees it: (dim, blocks, units, rest).
 
-    ``layout[axis]`` must be a Shard.  ``blocks`` and ``rest`` are local with respect to the other axes; ``units`` is the
-    full number of units of this axis's shard.
+    ``layout[axis]`` must be a Shard.  ``blocks`` and ``rest`` are local with respect to the other axes; ``units`` is
+    the full number of units of this axis's shard.
     """
     shard = layout[axis]
     if not isinstance(shard, Shard):

@@ -44,7 +44,7 @@ class Lowering:
         PlanError: the plan names calls or splits that this step does not have.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the step and its plan have defaults, and most go by name
         self,
         step: StepGraph,
         plan: Plan,
@@ -107,7 +107,8 @@ class Lowering:
             plan = self.plan
             count = plan.microbatches
             alike = count > 3 and self._equal_microbatches()
-            locals_ = [self._local(plan.work_mesh.rank((dp, m, tp))) for m in ((0, 1, count - 1) if alike else range(count))]
+            pieces = (0, 1, count - 1) if alike else range(count)
+            locals_ = [self._local(plan.work_mesh.rank((dp, m, tp))) for m in pieces]
             if any(isinstance(p, Overlap) for p in self.passes):
                 locals_ = [Overlap()(p) for p in locals_]
             fold = Fold(locals_, count=count, num_stages=plan.num_stages, regather=plan.zero == 3)

@@ -139,13 +139,13 @@ class Ledger:
                 self.layouts[(node, 0)] = self.whole
             elif node in self.prepared.rows:
                 self._call(node)
-        for spec, node in zip(normal.outputs, normal.results, strict=True):
-            if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
-                value = value_of(node)
-                if spec.kind in (OutputKind.LOSS, OutputKind.RESULT):
-                    target = tuple(REPLICATE if isinstance(p, Partial) else p for p in self.layouts[value])
+        for output, result in zip(normal.outputs, normal.results, strict=True):
+            if isinstance(result, fx.Node) and isinstance(result.meta.get("val"), torch.Tensor):
+                value = value_of(result)
+                if output.kind in (OutputKind.LOSS, OutputKind.RESULT):
+                    target: Layout = tuple(REPLICATE if isinstance(p, Partial) else p for p in self.layouts[value])
                 else:
-                    target = self.assignment.storage.get(spec.name, self.whole)
+                    target = self.assignment.storage.get(output.name, self.whole)
                 self._move(value, target, None)
 
     def _call(self, node: fx.Node) -> None:

@@ -138,7 +138,7 @@ class Planner:
         nodes = batch_inputs(self.step.placeholders, self.step.inputs)
         return [shape[0] for n in nodes if (shape := shape_of((n, 0)))]
 
-    def prepared(self, split_batch: bool) -> Prepared:
+    def prepared(self, *, split_batch: bool) -> Prepared:
         """The step in normal form (kept)."""
         if split_batch not in self._prepared:
             self._prepared[split_batch] = prepare(self.step, self.table, split_batch=split_batch)
@@ -146,7 +146,7 @@ class Planner:
 
     def assign(self, candidate: Candidate) -> tuple[Assignment, list[str]]:
         """The first choice on the candidate's mesh."""
-        prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
+        prepared = self.prepared(split_batch=candidate.dp * candidate.microbatches > 1)
         return choose(
             prepared.normal, prepared.rows, candidate.wishes(), self._layers if self.constraints.layers else no_wishes
         )
@@ -158,11 +158,11 @@ class Planner:
         return self._wishes[path]
 
     def best(self, world_size: int) -> Plan:
-        """The candidate with the smallest estimated step time among those that fit, else the one that needs least memory."""
+        """The fastest candidate, by the estimate, among those that fit, else the one that needs least memory."""
         found = []
         for candidate in self.candidates(world_size):
             assignment, notes = self.assign(candidate)
-            prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
+            prepared = self.prepared(split_batch=candidate.dp * candidate.microbatches > 1)
             pipeline = Pipeline(
                 stages=candidate.pp, microbatches=candidate.microbatches, all_forward=candidate.schedule == "gpipe"
             )
@@ -186,7 +186,7 @@ class Planner:
         """Stage of every run of a layer."""
         if candidate.pp == 1:
             return {}
-        prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
+        prepared = self.prepared(split_batch=candidate.dp * candidate.microbatches > 1)
         costs = run_costs(prepared, self.cluster, self.constraints, self.placed)
         chunks = CHUNKS if candidate.schedule == "interleaved" else 1
         return balanced_stages(costs, candidate.pp * chunks)
@@ -200,7 +200,7 @@ class Planner:
 
     def plan(self, candidate: Candidate, assignment: Assignment, notes: list[str], figures: Estimate) -> Plan:
         """The plan that says what ``assignment`` says."""
-        prepared = self.prepared(candidate.dp * candidate.microbatches > 1)
+        prepared = self.prepared(split_batch=candidate.dp * candidate.microbatches > 1)
         kept = [a for a, axis in enumerate(assignment.mesh.axes) if axis != MICROBATCHES]
         sizes = [assignment.mesh.sizes[a] for a in kept]
         choices = {

@@ -1,8 +1,8 @@
 """Proof that ranks cannot wait for each other, for backends on which a communication blocks until everyone has come.
 
-NCCL, and gloo with large messages, end a send only when its receive has been posted, and run the communications of one group
-(between two ranks: of that pair) one after another.  The program order of every rank, that order of every group, and the
-meeting of all members give a graph of what happens before what; a cycle in it is a deadlock.
+NCCL, and gloo with large messages, end a send only when its receive has been posted, and run the communications of one
+group (between two ranks: of that pair) one after another.  The program order of every rank, that order of every group,
+and the meeting of all members give a graph of what happens before what; a cycle in it is a deadlock.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Point = tuple[int, int]  # rank, number of its wait
 class HappensBefore:
     """Collects what the ranks issue and wait for, and looks for cycles.
 
-    A meeting comes after the last wait before each of its calls, and after the meeting before it in each member's queue.  A
-    wait comes after its meeting and after the wait before it.
+    A meeting comes after the last wait before each of its calls, and after the meeting before it in each member's
+    queue.  A wait comes after its meeting and after the wait before it.
     """
 
     def __init__(self) -> None:

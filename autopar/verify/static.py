@@ -52,9 +52,8 @@ def check_programs(programs: Sequence[Program]) -> None:
     """Check, without running anything, that the communications of all ranks fit together.
 
     In every group the k-th collectives of all members must agree in op, shapes, dtypes, reduce op and layer, every send
-    must meet its receive, and no order of waits may make the ranks wait for each other, even where a send blocks until it
-    is received.  Programs that communicate
-    alike are folded into one.
+    must meet its receive, and no order of waits may make the ranks wait for each other, even where a send blocks until
+    it is received.  Programs that communicate alike are folded into one.
 
     Args:
         programs: the programs of ranks 0, 1, ... of one mesh.
