@@ -1,8 +1,8 @@
 """The first choice: for every mesh axis in turn, the cheapest way to run every call.
 
 For one axis it minimises  sum of work  +  sum of bytes moved  over all calls (:mod:`autopar.search.eliminate`), where
-work that is not split weighs more than moving its data: an axis that was asked for is to be used.  On the data axis only
-the batch's family may be split; on the tensor axis families that reach a parameter.
+work that is not split weighs more than moving its data: an axis that was asked for is to be used.  On the data axis
+only the batch's family may be split; on the tensor axis families that reach a parameter.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class FirstChoice:
             return self._idle()
         families = Families(self.space, wish.size)
         if wish.role == "tensor":
-            return self._solve(wish, families, self._tensor_families(families, False), self._sequence(families, wish))
+            return self._solve(wish, families, self._tensor_families(families), self._sequence(families, wish))
         results = [self._solve(wish, families, {family}) for family in self._batch_families(families, wish)]
         return min(results, key=lambda r: r.cost) if results else self._solve(wish, families, set())
 
@@ -144,7 +144,7 @@ class FirstChoice:
                 found[families.find(((node, 0), shard))] = None
         return list(found)
 
-    def _tensor_families(self, families: Families, with_inputs: bool) -> set[Family]:
+    def _tensor_families(self, families: Families, *, with_inputs: bool = False) -> set[Family]:
         """Families that reach a parameter (or, ``with_inputs``, an input of the step), the batch excepted."""
         wish = self.wishes[len(self.done)]
         found = set()
@@ -158,7 +158,7 @@ class FirstChoice:
 
     def _sequence(self, families: Families, wish: AxisWish) -> Callable[[str], set[Family]]:
         """Families that sequence parallelism adds, by layer."""
-        extra = self._tensor_families(families, True)
+        extra = self._tensor_families(families, with_inputs=True)
 
         def of_layer(layer: str) -> set[Family]:
             own = self.layers(layer).sequence_parallel
@@ -316,8 +316,8 @@ class AxisProblem:
         readers: dict[tuple[Value, Phase], list[tuple[fx.Node, int]]] = {}
         for node in self.options:
             phase = node.meta.get("phase", Phase.FORWARD)
-            for i, source in enumerate(self.owner.space.tensors[node]):
-                readers.setdefault((value_of(source), phase), []).append((node, i))
+            for i, tensor in enumerate(self.owner.space.tensors[node]):
+                readers.setdefault((value_of(tensor), phase), []).append((node, i))
         for (value, phase), places in readers.items():
             source, have = self._produced(value)
             heavy = {n for n, _ in places if self.owner.flops(n) > 0}
@@ -441,6 +441,8 @@ CONTRACTIONS: Mapping[str, float] = {
     "aten::mv": 1,
     "aten::addmv": 1,
     "aten::dot": 1,
+    "transformers::grouped_mm_fallback": 1,
+    "transformers::grouped_mm_fallback_backward": 2,
     "aten::convolution": 1,
     "aten::convolution_backward": 2,
     "aten::_scaled_dot_product_flash_attention_for_cpu": 1,
@@ -513,7 +515,7 @@ def choose(
 
 
 def zero_layout(layout: Layout, shape: tuple[int, ...], axis: int, sizes: tuple[int, ...]) -> Layout:
-    """``layout`` with the parameter also split over the data axis: a dim that divides, untouched by other axes if possible.
+    """``layout`` with the parameter also split over the data axis: by a dim that divides and, if possible, is whole.
 
     Parameters too small to give every rank a part stay whole.
 
