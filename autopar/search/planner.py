@@ -189,7 +189,7 @@ class Planner:
         prepared = self.prepared(split_batch=candidate.dp * candidate.microbatches > 1)
         costs = run_costs(prepared, self.cluster, self.constraints, self.placed)
         chunks = CHUNKS if candidate.schedule == "interleaved" else 1
-        return balanced_stages(costs, candidate.pp * chunks)
+        return balanced_stages(costs, candidate.pp * chunks, candidate.pp)
 
     def recompute_layers(self) -> dict[str, str]:
         """What the constraints say of single layers, for the layers that differ from the rest."""

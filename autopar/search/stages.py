@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopar.cost_models.cluster import Cluster
@@ -81,7 +82,7 @@ def node_seconds(node: fx.Node, prepared: Prepared, per_flop: float, per_byte: f
     row = prepared.rows.get(node)
     work = row_flops(node, row) * per_flop if row is not None else 0.0
     value = node.meta.get("val")
-    touched = value.numel() * value.dtype.itemsize * per_byte if hasattr(value, "numel") else 0.0
+    touched = value.numel() * value.dtype.itemsize * per_byte if isinstance(value, torch.Tensor) else 0.0
     return max(work, touched)
 
 
@@ -108,17 +109,20 @@ def crossing_bytes(runs: Sequence[Run]) -> list[float]:
     out = [0.0] * len(runs)
     for node, until in last.items():
         fake = node.meta.get("val")
-        if hasattr(fake, "numel"):
+        if isinstance(fake, torch.Tensor):
             size = float(fake.numel() * fake_of(value_of(node)).dtype.itemsize)
             for i in range(place[node], until):
                 out[i] += size
     return out
 
 
-def balanced_stages(costs: Sequence[RunCost], num_stages: int) -> dict[str, int]:
-    """Stage of every run: the cut with the smallest largest stage, among those of nearly equal ones that with the least to send.
+def balanced_stages(costs: Sequence[RunCost], num_stages: int, num_ranks: int | None = None) -> dict[str, int]:
+    """Stage of every run: the cut with the smallest largest stage; among nearly equal ones that with the least to send.
 
     minimise  max over stages of (sum of weights)  +  a little of the bytes that cross the cuts
+
+    Where a rank runs several stages (``num_ranks`` is smaller), cuts are then moved while that lowers the largest rank's
+    sum.
 
     Raises:
         ConstraintError: wished stages go against the order in which the layers run.
@@ -152,7 +156,39 @@ def balanced_stages(costs: Sequence[RunCost], num_stages: int) -> dict[str, int]
             f"the stages wished for ({', '.join(wished[:6])}) do not fit {num_stages} stages in the order in which the "
             f"layers run ({', '.join(c.run.name or 'code outside layers' for c in costs[:6])}, ...)"
         )
-    return stages_of(costs, best[n][2])
+    chosen = best[n][2]
+    if num_ranks is not None and num_ranks < num_stages:
+        chosen = balanced_ranks(costs, before, ends, chosen, num_ranks)
+    return stages_of(costs, chosen)
+
+
+def balanced_ranks(
+    costs: Sequence[RunCost], before: Sequence[float], ends: Sequence[int], chosen: tuple[int, ...], num_ranks: int
+) -> tuple[int, ...]:
+    """``chosen`` ends of stages, moved one at a time as long as the largest rank's sum of weights falls."""
+
+    def largest(at: tuple[int, ...]) -> tuple[float, float]:
+        loads = [before[end] - before[start] for start, end in zip((0, *at), at, strict=False)]
+        return max(sum(loads[r::num_ranks]) for r in range(num_ranks)), max(loads)
+
+    def allowed(at: tuple[int, ...]) -> bool:
+        return all(
+            cost.stage in (None, stage)
+            for stage, (a, b) in enumerate(zip((0, *at), at, strict=False))
+            for cost in costs[a:b]
+        )
+
+    while True:
+        moved = [
+            (*chosen[:k], end, *chosen[k + 1 :])
+            for k in range(len(chosen) - 1)
+            for end in ends
+            if (chosen[k - 1] if k else 0) <= end <= chosen[k + 1]
+        ]
+        better = min((m for m in moved if allowed(m)), key=largest, default=chosen)
+        if largest(better) >= largest(chosen):
+            return chosen
+        chosen = better
 
 
 def stages_of(costs: Sequence[RunCost], ends: Sequence[int]) -> dict[str, int]:
