@@ -1,7 +1,8 @@
 """Sends of a bound program, registered once.
 
-``torch.ops._c10d_functional.isend`` notes its work under its input and under the handle it returns.  Waiting on one leaves the
-other note behind, and with it the tensor, for ever; waiting on both waits twice for one message, which gloo never ends.
+``torch.ops._c10d_functional.isend`` notes its work under its input and under the handle it returns.  Waiting on one
+leaves the other note behind, and with it the tensor, for ever; waiting on both waits twice for one message, which gloo
+never ends.
 """
 
 from __future__ import annotations
@@ -49,5 +50,7 @@ def call_directly(child: fx.GraphModule) -> None:
 
     Tools that hook into all modules (flop counters) would take its inputs for activations of a layer.
     """
+    if not child.code:  # asking for the code makes it now: making it later would put the hooks back
+        return
     kind = type(child)  # every GraphModule has a class of its own
     kind.__call__ = kind.forward  # type: ignore[method-assign]
