@@ -21,7 +21,7 @@ from autopar.runtime.failures import explained
 from autopar.runtime.groups import Groups, on_stage
 from autopar.runtime.outputs import LeafLayouts, Outputs
 from autopar.runtime.seed import GradientSeed
-from autopar.runtime.sends import with_own_sends
+from autopar.runtime.sends import call_directly, with_own_sends
 from autopar.runtime.state import ModelState
 from autopar.runtime.world import World
 from autopar.torch_private import DTensorSpec
@@ -186,6 +186,8 @@ def as_callable(bound: fx.GraphModule, backend: str) -> Callable[..., Sequence[A
             if isinstance(module, fx.GraphModule):
                 use_bindings(module.graph, known)
                 module.recompile()
+                if module is not bound:
+                    call_directly(module)
         function: Callable[..., Sequence[Any]] = bound.forward
         return function
     return torch.compile(bound, backend=backend, dynamic=False)

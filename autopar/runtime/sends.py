@@ -32,25 +32,20 @@ def send(tensor: torch.Tensor, dst: int, tag: int, group_name: str) -> torch.Ten
 
 
 def with_own_sends(module: fx.GraphModule) -> fx.GraphModule:
-    """``module`` with its sends registered once and its sub-programs called as functions, changed in place."""
+    """``module`` with its sends registered once, changed in place."""
     found = False
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target is ISEND:
             node.target, found = send, True
     if found:
         module.recompile()
-    for child in module.children():
-        if isinstance(child, fx.GraphModule):
-            call_directly(child)
     return module
 
 
 def call_directly(child: fx.GraphModule) -> None:
-    """Let calls of a sub-program pass by module hooks: it is a function, not a layer of the user's model.
+    """Let calls of a sub-program pass by module hooks, until it is compiled again: it is no layer of the user's model.
 
     Tools that hook into all modules (flop counters) would take its inputs for activations of a layer.
     """
-    if not child.code:  # asking for the code makes it now: making it later would put the hooks back
-        return
     kind = type(child)  # every GraphModule has a class of its own
     kind.__call__ = kind.forward  # type: ignore[method-assign]
