@@ -14,13 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.cost_models.errors import ClusterError
 from autopar.cost_models.schema import check
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 _HERE = Path(__file__).parent
 _FORMAT = "autopar-cluster-1"
@@ -407,7 +404,7 @@ def load_profile(name: str) -> dict[str, Any]:
     )
 
 
-def _fields(value: DataclassInstance) -> dict[str, Any]:
+def _fields(value: Device | LinkLevel) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 

@@ -220,7 +220,8 @@ class KernelModel:
         peak = np.array([self.device.matmul_flops(op.dtype) for op in ops])
         if self.device.compute_units == 1:
             # One core works through a matmul of any shape at the same pace.
-            return np.array([op.flops for op in ops]) / peak
+            even: Floats = np.array([op.flops for op in ops]) / peak
+            return even
         # Rows: tile shapes times numbers of parts; columns: the ops.
         rows, columns, share = (
             np.repeat(np.array(c, dtype=np.float64), 4)[:, None] for c in zip(*self.tiles, strict=True)
@@ -232,7 +233,8 @@ class KernelModel:
         best = (waves * 2 * rows * columns * length * units / (peak * share)).min(axis=0)
         multiple = np.array([16 // ITEMSIZE[op.dtype] for op in ops])
         aligned = (n % multiple == 0) & (k % multiple == 0)
-        return np.where(aligned, best, best / self.misaligned)
+        seconds: Floats = np.where(aligned, best, best / self.misaligned)
+        return seconds
 
     def _attention_seconds(self, op: Op) -> float:
         """A fused attention kernel: its measured share of the peak, over waves of 128 queries a head."""

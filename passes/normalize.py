@@ -66,7 +66,7 @@ class Normalize:
         for user in list(node.users):
             if not is_getitem(user):
                 continue
-            user.replace_all_uses_with(new[user.args[1]])  # type: ignore[index]
+            user.replace_all_uses_with(new[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
 

@@ -3,8 +3,9 @@
 ``exact``: the draw is made whole, from the default generator and in the order of one device, and then narrowed: the
 numbers are those of one device (for tests and comparisons; it needs a temporary of global size).
 
-``fast``: a draw is seeded by (seed of the step, number of the draw, which part of the tensor this rank holds): ranks that
-hold the same part draw the same numbers, ranks that hold different parts different ones, and nothing is of global size.
+``fast``: a draw is seeded by (seed of the step, number of the draw, which part of the tensor this rank holds): ranks
+that hold the same part draw the same numbers, ranks that hold different parts different ones, and nothing is of global
+size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SEED_NAME = "rng_seed"
 MULTIPLIER = 6364136223846793005  # Knuth's MMIX constant: spreads (draw, part) over 64 bits
 
 
-def seeded(op: OpOverload, seed: torch.Tensor, draw: int, part: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def seeded(
+    op: OpOverload, seed: torch.Tensor, draw: int, part: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a random operation with the default generator seeded by (seed, draw, part), and put the generator back."""
     mixed = (int(seed) * MULTIPLIER + draw * 1000003 + part * 7919 + 1) % 2**63
     device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device(kwargs.get("device") or "cpu"))

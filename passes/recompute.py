@@ -1,7 +1,7 @@
 """Recompute: values that the backward reads are made again right before it needs them, instead of being kept.
 
-``full``: of a block only what enters it is kept.  ``selective``: cheap operations are repeated where their inputs are kept
-anyway.  Regions that the user wrapped in ``torch.utils.checkpoint`` are treated as ``full``.
+``full``: of a block only what enters it is kept.  ``selective``: cheap operations are repeated where their inputs are
+kept anyway.  Regions that the user wrapped in ``torch.utils.checkpoint`` are treated as ``full``.
 
 A random draw is never repeated: its results are kept, so that the backward belongs to the same sample.
 """
@@ -23,13 +23,35 @@ COPY_OF = "copy_of"  # node.meta: name of the forward node that a node repeats
 # Calls that are cheap beside the matrix products around them, though they are not pointwise.
 CHEAP = frozenset(
     {
-        "aten::native_layer_norm", "aten::_fused_rms_norm", "aten::_softmax", "aten::_log_softmax", "aten::sum.dim_IntList",
-        "aten::mean.dim", "aten::amax", "aten::t", "aten::transpose.int", "aten::permute", "aten::view", "aten::reshape",
-        "aten::_unsafe_view", "aten::expand", "aten::unsqueeze", "aten::squeeze.dim", "aten::slice.Tensor", "aten::select.int",
-        "aten::split.Tensor", "aten::split_with_sizes", "aten::clone", "aten::_to_copy", "aten::cat", "aten::alias",
-        "aten::detach", "aten::unbind.int", "aten::chunk",
+        "aten::native_layer_norm",
+        "aten::_fused_rms_norm",
+        "aten::_softmax",
+        "aten::_log_softmax",
+        "aten::sum.dim_IntList",
+        "aten::mean.dim",
+        "aten::amax",
+        "aten::t",
+        "aten::transpose.int",
+        "aten::permute",
+        "aten::view",
+        "aten::reshape",
+        "aten::_unsafe_view",
+        "aten::expand",
+        "aten::unsqueeze",
+        "aten::squeeze.dim",
+        "aten::slice.Tensor",
+        "aten::select.int",
+        "aten::split.Tensor",
+        "aten::split_with_sizes",
+        "aten::clone",
+        "aten::_to_copy",
+        "aten::cat",
+        "aten::alias",
+        "aten::detach",
+        "aten::unbind.int",
+        "aten::chunk",
     }
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +70,8 @@ class Recompute:
         """A copy of ``step`` whose backward repeats parts of the forward.  Copies carry ``meta["copy_of"]``."""
         if not step.training or not self.acts_on(step):
             return step
-        graph, mapping = fx.Graph(), {}
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(step.graph, mapping)
         graph.output(fx.node.map_arg(step.graph.output_node().args[0], mapping.__getitem__))
         for old, new in mapping.items():
@@ -98,7 +121,11 @@ class Recompute:
         chains: dict[fx.Node, set[fx.Node]] = {}
         kept |= {n for n in forward_calls(graph) if read_by(n, Phase.BACKWARD) and not is_cheap(n)}
         for node in forward_calls(graph):
-            if not is_cheap(node) or "checkpoint" in node.meta or self.of_layer(node.meta.get("layer", "")) != "selective":
+            if (
+                not is_cheap(node)
+                or "checkpoint" in node.meta
+                or self.of_layer(node.meta.get("layer", "")) != "selective"
+            ):
                 if read_by(node, Phase.BACKWARD):
                     kept.add(node)
                 continue
@@ -146,7 +173,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def ancestors_within(wanted: set[fx.Node], region: set[fx.Node]) -> set[fx.Node]:
-    """``wanted`` and what of ``region`` they are made from, up to what is kept: random draws and what leaves the region."""
+    """``wanted`` and what of ``region`` they are made from, up to what is kept: random draws, what leaves it."""
     found: set[fx.Node] = set()
     queue = [n for n in wanted if not is_random(n)]
     while queue:
@@ -155,7 +182,9 @@ def ancestors_within(wanted: set[fx.Node], region: set[fx.Node]) -> set[fx.Node]
             continue
         found.add(node)
         queue += [
-            s for s in node.all_input_nodes if s in region and not is_random(s) and (is_getitem(node) or not kept_outside(s, region))
+            s
+            for s in node.all_input_nodes
+            if s in region and not is_random(s) and (is_getitem(node) or not kept_outside(s, region))
         ]
     return found
 
@@ -177,7 +206,7 @@ def merged(chains: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:
 
 
 def repeat(graph: fx.Graph, region: set[fx.Node]) -> None:
-    """Make the values of ``region`` again before their first reader in the backward, and let the backward read those."""
+    """Make the values of ``region`` again before their first reader in the backward, which reads those from then on."""
     order = [n for n in graph.nodes if n in region]
     first = next((n for n in graph.nodes if is_backward(n) and any(s in region for s in n.all_input_nodes)), None)
     if first is None or not all_before(first, order):
@@ -199,8 +228,10 @@ def repeat(graph: fx.Graph, region: set[fx.Node]) -> None:
 
 
 def all_before(first: fx.Node, region: Iterable[fx.Node]) -> bool:
-    """Whether everything that ``region`` is made from is there when ``first`` runs (forward calls may follow it where
-    the forward itself takes gradients)."""
+    """Whether everything that ``region`` is made from is there when ``first`` runs.
+
+    Forward calls may follow it where the forward itself takes gradients.
+    """
     return all(source < first for node in region for source in (node, *node.all_input_nodes))
 
 

@@ -155,7 +155,7 @@ class View:
 
 
 def view_around(shape: Sequence[int], shard: Shard, blocks: int, units: int) -> View:
-    """View of a local tensor of ``shape`` around ``shard``, of which ``units`` units and ``blocks`` blocks are local."""
+    """View of a local tensor of ``shape`` around ``shard``; ``units`` of its units and ``blocks`` blocks are local."""
     dim = shard.dim
     rest = shape[dim] // (blocks * units) if blocks * units else 0
     return View(math.prod(shape[:dim]), blocks, units, rest, math.prod(shape[dim + 1 :]))

@@ -1,7 +1,7 @@
 """Stages of a pipeline: which stage runs every call of a step.
 
-The forward is a sequence of *runs*: stretches of calls that one layer makes.  A stage is a stretch of runs.  Backward calls
-follow their layer's forward, and never go back to a later stage.
+The forward is a sequence of *runs*: stretches of calls that one layer makes.  A stage is a stretch of runs.  Backward
+calls follow their layer's forward, and never go back to a later stage.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def early_backward(graph: fx.Graph) -> set[fx.Node]:
     for node in reversed(list(graph.nodes)):
         forward = node.op == "call_function" and node.meta.get("phase") is not Phase.BACKWARD
         if forward or node in found:
-            found |= {s for s in node.all_input_nodes if s.op == "call_function" and s.meta.get("phase") is Phase.BACKWARD}
+            found |= {
+                s for s in node.all_input_nodes if s.op == "call_function" and s.meta.get("phase") is Phase.BACKWARD
+            }
     return found
 
 

@@ -10,6 +10,7 @@ but no data (what ``torch.export`` runs models on).  ``pytree``: the flattening 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ ISEND = c10d.isend.default
 IRECV = c10d.irecv.default
 
 COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_GATHER_COALESCED)
+
+
+def broadcast_shapes(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that tensors of ``shapes`` have together."""
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call] # torch gives it no types
 
 
 def resolve(name: str | OpOverload) -> OpOverload:

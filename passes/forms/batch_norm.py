@@ -27,9 +27,9 @@ def batch_norm_forward(emitter: Emitter, call: Call) -> Any:
     wide = x.meta["val"].dtype
     if wide in NARROW:
         x, wide = emitter.call("_to_copy", x, dtype=torch.float32), torch.float32
-    center = emitter.call("div.Scalar", emitter.call("sum.dim_IntList", x, dims, True), count)
+    center = emitter.call("div.Scalar", emitter.call("sum.dim_IntList", x, dims, keepdim=True), count)
     apart = emitter.call("sub.Tensor", x, center)
-    square = emitter.call("sum.dim_IntList", emitter.call("mul.Tensor", apart, apart), dims, True)
+    square = emitter.call("sum.dim_IntList", emitter.call("mul.Tensor", apart, apart), dims, keepdim=True)
     spread = emitter.call("div.Scalar", square, count)
     scale = emitter.call("rsqrt", emitter.call("add.Scalar", spread, call["eps"]))
     out = affine(emitter, call, emitter.call("mul.Tensor", apart, scale), len(shape))
@@ -80,8 +80,8 @@ def batch_norm_backward(emitter: Emitter, call: Call) -> Any:
     normal = emitter.call(
         "mul.Tensor", emitter.call("sub.Tensor", x, per_channel(emitter, call["save_mean"], rank)), scale
     )
-    total = emitter.call("sum.dim_IntList", grad, dims, True)
-    product = emitter.call("sum.dim_IntList", emitter.call("mul.Tensor", grad, normal), dims, True)
+    total = emitter.call("sum.dim_IntList", grad, dims, keepdim=True)
+    product = emitter.call("sum.dim_IntList", emitter.call("mul.Tensor", grad, normal), dims, keepdim=True)
     centered = emitter.call("sub.Tensor", grad, emitter.call("div.Scalar", total, count))
     centered = emitter.call(
         "sub.Tensor", centered, emitter.call("mul.Tensor", normal, emitter.call("div.Scalar", product, count))

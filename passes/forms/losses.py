@@ -12,6 +12,7 @@ from torch import fx
 from autopar.passes.forms.common import NARROW, Rewrite, as_output, widened
 from autopar.passes.lowering import Emitter
 from autopar.passes.rules.row import Call
+from autopar.passes.torch_ops import broadcast_shapes
 
 NONE, MEAN, SUM = 0, 1, 2
 ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -60,7 +61,7 @@ def loss_mean(emitter: Emitter, call: Call) -> Any:
     """An element-wise loss averaged over all elements -> sum / count."""
     if call["reduction"] != MEAN:
         return None
-    count = max(math.prod(torch.broadcast_shapes(*call.shapes)), 1)
+    count = max(math.prod(broadcast_shapes(call.shapes)), 1)
     if call.tensors[0].meta["val"].dtype not in NARROW:
         args, kwargs = with_reduction(call, SUM)
         return emitter.call("div.Scalar", emitter.call(call.op, *args, **kwargs), count)
@@ -74,7 +75,7 @@ def loss_mean_backward(emitter: Emitter, call: Call) -> Any:
     if call["reduction"] != MEAN:
         return None
     args, kwargs = with_reduction(call, SUM)
-    shape = torch.broadcast_shapes(*call.shapes[1:3])
+    shape = broadcast_shapes(call.shapes[1:3])
     args[0] = emitter.call("div.Scalar", args[0], max(math.prod(shape), 1))
     return emitter.call(call.op, *args, **kwargs)
 

@@ -15,14 +15,33 @@ from autopar.passes.rules.row import Call
 
 # Operations that copy what another one views: in a functional graph they are the same.
 COPIES = (
-    "alias", "detach", "diagonal", "expand", "narrow", "permute", "slice.Tensor", "select.int", "split.Tensor",
-    "split_with_sizes", "squeeze", "squeeze.dim", "squeeze.dims", "t", "transpose.int", "unbind.int", "unfold",
-    "unsqueeze", "view", "as_strided", "view_as_real", "view_as_complex",
+    "alias",
+    "detach",
+    "diagonal",
+    "expand",
+    "narrow",
+    "permute",
+    "slice.Tensor",
+    "select.int",
+    "split.Tensor",
+    "split_with_sizes",
+    "squeeze",
+    "squeeze.dim",
+    "squeeze.dims",
+    "t",
+    "transpose.int",
+    "unbind.int",
+    "unfold",
+    "unsqueeze",
+    "view",
+    "as_strided",
+    "view_as_real",
+    "view_as_complex",
 )
 
 
 def filled(value: Any) -> Rewrite:
-    """A rewrite of *_like and new_* calls to ``full``; ``value`` is a number or the name of the argument that holds it."""
+    """A rewrite of *_like and new_* calls to ``full``; ``value`` is a number or the name of the argument holding it."""
 
     def rewrite(emitter: Emitter, call: Call) -> Any:
         out = call.outputs[0]
@@ -173,5 +192,5 @@ FORMS: Mapping[str, Rewrite] = {
     "aten::rot90": rot90,
     "aten::as_strided": as_strided,
     "aten::as_strided_scatter": as_strided_scatter,
-    **{f"aten::{base.partition('.')[0]}_copy{base[len(base.partition('.')[0]):]}": copied(base) for base in COPIES},
+    **{f"aten::{base.partition('.')[0]}_copy{base[len(base.partition('.')[0]) :]}": copied(base) for base in COPIES},
 }

@@ -37,7 +37,7 @@ def moments(emitter: Emitter, call: Call) -> tuple[fx.Node, fx.Node]:
     count = count_of(call, dims)
     freedom = max(count - (1 if correction is None else correction), 0)
     x = widened(emitter, call["self"])
-    center = emitter.call("div.Scalar", emitter.call("sum.dim_IntList", x, dims, True), count)
+    center = emitter.call("div.Scalar", emitter.call("sum.dim_IntList", x, dims, keepdim=True), count)
     apart = emitter.call("sub.Tensor", x, center)
     square = emitter.call("sum.dim_IntList", emitter.call("mul.Tensor", apart, apart), dims, keep)
     spread = emitter.call("div.Scalar", square, float(freedom))

@@ -37,7 +37,7 @@ LSE: Dims = (("b",), ("h", "g"), ("l",))
 
 
 def attention_row(call: Call) -> Row:
-    """q [b (h g) l d], k [b h s d], v [b h s e] -> out [b (h g) l e], logsumexp [b (h g) l]."""
+    """Of q [b (h g) l d], k [b h s d], v [b h s e] -> out [b (h g) l e], logsumexp [b (h g) l]."""
     if len(call.shape("query")) != 4 or call.args.get("dropout_p", 0.0):
         return opaque_row(call)
     sizes = attention_sizes(call)

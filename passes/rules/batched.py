@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from autopar.passes.rules.row import Call, Dims, Row, parse_row
 from autopar.passes.rules.views import LINEAR_IN_FIRST, dims_of, opaque_row
+from autopar.passes.torch_ops import broadcast_shapes
 
 if TYPE_CHECKING:
     from autopar.passes.lowering import LocalContext
@@ -47,7 +46,7 @@ def batched(inputs: Mapping[str, int], outputs: Sequence[int], linear: Linear = 
         given = {name: call.shape(name) for name in inputs if call.has(name)}
         if any(len(shape) < inputs[name] for name, shape in given.items()) or len(given) != len(call.tensors):
             return opaque_row(call)
-        lead = torch.broadcast_shapes(*(shape[: len(shape) - inputs[name]] for name, shape in given.items()))
+        lead = broadcast_shapes(shape[: len(shape) - inputs[name]] for name, shape in given.items())
         found = Described(lead)
         order = [name for name in call.names if name in given]
         described = tuple(found.dims(given[name], inputs[name], f"{name}_") for name in order)
@@ -118,9 +117,7 @@ def bits_row(call: Call) -> Row:
         return Row(inputs=(tuple(dims),), outputs=(tuple(dims),), sizes=sizes)
     last = ("o",) if target[-1] != 1 else ()
     whole = frozenset((*dims[-1], "o"))
-    return Row(
-        inputs=(tuple(dims),), outputs=((*dims[:-1], last),), sizes={**sizes, "o": target[-1]}, nosplit=whole
-    )
+    return Row(inputs=(tuple(dims),), outputs=((*dims[:-1], last),), sizes={**sizes, "o": target[-1]}, nosplit=whole)
 
 
 def cross_row(call: Call) -> Row:
@@ -223,7 +220,8 @@ def members_row(*whole: str) -> Callable[[Call], Row]:
     def rule(call: Call) -> Row:
         target = call.out_shapes[0] or ()
         dims, sizes = dims_of(target)
-        inputs, keep = [], set()
+        inputs: list[Dims] = []
+        keep: set[str] = set()
         for name in call.names:
             if not call.has(name):
                 continue

@@ -11,7 +11,9 @@ def triangle_row(call: Call) -> Row:
     return along_dims_row(call, (-1, -2), linear=True)
 
 
-def diagonal_pieces(call: Call, full: tuple[int, ...], length: int) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
+def diagonal_pieces(
+    call: Call, full: tuple[int, ...], length: int
+) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
     """(dims of the tensor, dims of its diagonal, sizes, factors that stay whole)."""
     dims, sizes = dims_of(full)
     a, b = (call[name] % len(full) for name in ("dim1", "dim2"))
@@ -45,9 +47,7 @@ def diagonal_backward_row(call: Call) -> Row:
 def diagonal_scatter_row(call: Call) -> Row:
     """aten.diagonal_scatter: a tensor with another diagonal."""
     dims, diagonal, sizes, whole = diagonal_pieces(call, call.shapes[0], call.shapes[1][-1])
-    return Row(
-        inputs=(dims, diagonal), outputs=(dims,), sizes=sizes, nosplit=whole, linear=(frozenset({0, 1}),)
-    )
+    return Row(inputs=(dims, diagonal), outputs=(dims,), sizes=sizes, nosplit=whole, linear=(frozenset({0, 1}),))
 
 
 def diag_embed_row(call: Call) -> Row:

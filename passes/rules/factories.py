@@ -39,16 +39,14 @@ def lower_whole_then_narrow(ctx: LocalContext) -> Any:
 
 
 def random_factory_row(call: Call) -> Row:
-    """rand, randn, randint, bernoulli, rand_like ...: any dim may be split; the draw itself is the lowering's business."""
+    """rand, randn, randint, bernoulli, rand_like ...: any dim may be split; how to draw is the lowering's business."""
     shape = call.out_shapes[0] or ()
     dims, sizes = dims_of(shape)
     inputs = []
     for s in call.shapes:
         offset = len(shape) - len(s)
         inputs.append(tuple(() if n == 1 else dims[i + offset] for i, n in enumerate(s)))
-    return Row(
-        inputs=tuple(inputs), outputs=tuple(tuple(dims) for _ in call.outputs), sizes=sizes, random=True
-    )
+    return Row(inputs=tuple(inputs), outputs=tuple(tuple(dims) for _ in call.outputs), sizes=sizes, random=True)
 
 
 def whole_random_row(call: Call) -> Row:
@@ -66,6 +64,4 @@ def whole_random_row(call: Call) -> Row:
         d, more = dims_of(o or (), f"o{i}_")
         outputs.append(tuple(d))
         sizes.update(more)
-    return Row(
-        inputs=tuple(inputs), outputs=tuple(outputs), sizes=sizes, nosplit=frozenset(sizes), random=True
-    )
+    return Row(inputs=tuple(inputs), outputs=tuple(outputs), sizes=sizes, nosplit=frozenset(sizes), random=True)

@@ -9,13 +9,14 @@ from torch import fx
 
 from autopar.passes.rules.row import Call, Dims, Row
 from autopar.passes.rules.views import dims_of, opaque_row
+from autopar.passes.torch_ops import broadcast_shapes
 
 if TYPE_CHECKING:
     from autopar.passes.lowering import LocalContext
 
 
 def embedding_row(call: Call) -> Row:
-    """weight [v d], indices [i...] -> [i... d]; a split vocabulary gives a Partial."""
+    """Of weight [v d], indices [i...] -> [i... d]; a split vocabulary gives a Partial."""
     table, index = call.shape("weight"), call.shape("indices")
     dims, sizes = dims_of(index, "i")
     width = ("d",) if table[1] != 1 else ()
@@ -49,7 +50,7 @@ def lower_embedding(ctx: LocalContext) -> Any:
 
 
 def embedding_backward_row(call: Call) -> Row:
-    """grad [i... d], indices [i...] -> [v d], a sum over i."""
+    """Of grad [i... d], indices [i...] -> [v d], a sum over i."""
     index, grad = call.shape("indices"), call.shape("grad_output")
     dims, sizes = dims_of(index, "i")
     width = ("d",) if grad[-1] != 1 else ()
@@ -60,7 +61,7 @@ def embedding_backward_row(call: Call) -> Row:
         inputs=((*dims, width), tuple(dims)),
         outputs=((rows, width),),
         sizes={**sizes, "v": call["num_weights"], "d": grad[-1]},
-        reduce={} if by_frequency else {f: "sum" for f in sizes},
+        reduce={} if by_frequency else dict.fromkeys(sizes, "sum"),
         nosplit=frozenset({"v"}) if by_frequency else frozenset(),
         whole=frozenset({"v"}),
         linear=(frozenset({0}),),
@@ -77,11 +78,13 @@ def lower_embedding_backward(ctx: LocalContext) -> Any:
     if call["padding_idx"] >= 0:
         miss = ctx.emit("logical_or", miss, ctx.emit("eq.Scalar", index, call["padding_idx"]))
     local = ctx.emit("masked_fill.Scalar", local, miss, rows)
-    table = ctx.emit("embedding_dense_backward", grad, local, rows + 1, rows, False)
+    table = ctx.emit("embedding_dense_backward", grad, local, rows + 1, rows, scale_grad_by_freq=False)
     return ctx.emit("clone", ctx.emit("slice.Tensor", table, 0, 0, rows), memory_format=torch.contiguous_format)
 
 
-def free_dims(shape: tuple[int, ...], others: list[tuple[int, ...]], dim: int) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+def free_dims(
+    shape: tuple[int, ...], others: list[tuple[int, ...]], dim: int
+) -> tuple[list[tuple[str, ...]], dict[str, int]]:
     """Factors of dims other than ``dim`` in which all tensors agree; the rest stay whole (named ``x``)."""
     dims, sizes = dims_of(shape)
     for i in range(len(shape)):
@@ -190,7 +193,7 @@ def indexed(call: Call) -> tuple[Dims, list[Dims], Dims, dict[str, int], frozens
     if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
         return None
     dims, sizes = dims_of(shape)
-    broad = torch.broadcast_shapes(*(t.shape for t in tensors))
+    broad = broadcast_shapes(t.shape for t in tensors)
     places, extra = dims_of(tuple(broad), "i")
     sizes.update(extra)
     nosplit = frozenset(f for i in given for f in dims[i])
@@ -237,7 +240,7 @@ def index_put_row(call: Call) -> Row:
         outputs=(dims,),
         sizes=sizes,
         nosplit=nosplit | (frozenset() if accumulate else positions),
-        reduce={f: "sum" for f in positions} if accumulate else {},
+        reduce=dict.fromkeys(positions, "sum") if accumulate else {},
         addends={0: positions} if accumulate else {},
         linear=(frozenset({0, last}),),
     )
@@ -279,9 +282,7 @@ def along_index_row(call: Call) -> Row:
         inputs.append((*dims[:dim], place, *dims[dim + 1 :]) if call.shape("source") else ())
     if call.has("value"):
         inputs.append(())
-    return Row(
-        inputs=tuple(inputs), outputs=(tuple(dims),), sizes=sizes, nosplit=frozenset((*dims[dim], "j"))
-    )
+    return Row(inputs=tuple(inputs), outputs=(tuple(dims),), sizes=sizes, nosplit=frozenset((*dims[dim], "j")))
 
 
 def bag_row(call: Call) -> Row:

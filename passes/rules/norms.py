@@ -159,7 +159,7 @@ def batch_norm_row(call: Call) -> Row:
         inputs=tuple(described(s) for s in call.shapes),
         outputs=outputs,
         sizes=sizes,
-        reduce={f: "sum" for f in others} if backward and not training else {},
+        reduce=dict.fromkeys(others, "sum") if backward and not training else {},
         nosplit=frozenset(others) if training else frozenset(),
         complete={f: frozenset(i for i, o in enumerate(outputs) if o is not None and o != tuple(dims)) for f in others}
         if not training and not backward

@@ -9,7 +9,7 @@ import torch
 
 from autopar.passes.rules.row import Call, Dims, Row
 from autopar.passes.rules.views import dims_of
-from autopar.passes.torch_ops import OpOverload
+from autopar.passes.torch_ops import OpOverload, broadcast_shapes
 
 aten = torch.ops.aten
 
@@ -114,7 +114,7 @@ def is_pointwise(op: OpOverload) -> bool:
 def pointwise_row(call: Call) -> Row:
     """Row of an element-wise call."""
     name = call.op._schema.name + (f".{call.op._schema.overload_name}" if call.op._schema.overload_name else "")
-    shape = torch.broadcast_shapes(*(s for s in call.out_shapes if s is not None))
+    shape = broadcast_shapes(s for s in call.out_shapes if s is not None)
     dims, sizes = dims_of(shape)
     outputs = tuple(None if s is None else broadcast_dims(s, dims) for s in call.out_shapes)
     linear = LINEAR.get(name, ())

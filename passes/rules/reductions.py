@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.passes.rules.row import Call, Row
+from autopar.passes.rules.row import Call, Dims, Row
 from autopar.passes.rules.views import along_dims_row, dims_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def reduced_dims(call: Call) -> list[int]:
     return [d % rank for d in ([given] if isinstance(given, int) else given)] if rank else []
 
 
-def reduction(how: str | None, linear: bool = False) -> Callable[[Call], Row]:
+def reduction(how: str | None, *, linear: bool = False) -> Callable[[Call], Row]:
     """A rule for a reduction whose partial results combine with ``how`` (None: the reduced dims stay whole)."""
 
     def rule(call: Call) -> Row:
@@ -36,7 +36,7 @@ def reduction(how: str | None, linear: bool = False) -> Callable[[Call], Row]:
             inputs=tuple(tuple(dims) if s == shape else tuple(() for _ in s) for s in call.shapes),
             outputs=outputs,
             sizes=sizes,
-            reduce={f: how for f in factors} if how else {},
+            reduce=dict.fromkeys(factors, how) if how else {},
             nosplit=frozenset() if how else frozenset(factors),
             linear=(frozenset({0}),) if linear else (),
         )
@@ -45,16 +45,18 @@ def reduction(how: str | None, linear: bool = False) -> Callable[[Call], Row]:
 
 
 def logical_reduction(how: str) -> Callable[[Call], Row]:
-    """any and all: bools have no sum; they are combined as max or min of bytes by the lowering of the reduction."""
+    """For any and all: bools have no sum; they are combined as max or min of bytes by the lowering of the reduction."""
     return reduction(how)
 
 
 def logsumexp_row(call: Call) -> Row:
     """aten.logsumexp: a split reduced dim needs the maximum over all ranks, then a sum."""
     row = reduction(None)(call)
-    return row.with_(nosplit=frozenset(), lowerings={f: lower_logsumexp for f in row.nosplit}, complete={
-        f: frozenset({0}) for f in row.nosplit
-    })
+    return row.with_(
+        nosplit=frozenset(),
+        lowerings=dict.fromkeys(row.nosplit, lower_logsumexp),
+        complete={f: frozenset({0}) for f in row.nosplit},
+    )
 
 
 def lower_logsumexp(ctx: LocalContext) -> Any:
@@ -63,15 +65,15 @@ def lower_logsumexp(ctx: LocalContext) -> Any:
     dims, keep = reduced_dims(call), bool(call.args.get("keepdim", False))
     factors = [f for d in dims for f in ctx.row.inputs[0][d]]
     x = ctx.tensor(0)
-    top = ctx.all_reduce(ctx.emit("amax", x, dims, True), "max", factors)
+    top = ctx.all_reduce(ctx.emit("amax", x, dims, keepdim=True), "max", factors)
     # An all -inf row would give -inf - -inf; torch takes the maximum as 0 there.
     safe = ctx.emit("masked_fill.Scalar", top, ctx.emit("isinf", top), 0)
-    total = ctx.emit("sum.dim_IntList", ctx.emit("exp", ctx.emit("sub.Tensor", x, safe)), dims, True)
+    total = ctx.emit("sum.dim_IntList", ctx.emit("exp", ctx.emit("sub.Tensor", x, safe)), dims, keepdim=True)
     out = ctx.emit("add.Tensor", ctx.emit("log", ctx.all_reduce(total, "sum", factors)), safe)
     return out if keep or not dims else ctx.emit("reshape", out, list(ctx.local_output_shape(0)))
 
 
-def scan_row(linear: bool) -> Callable[[Call], Row]:
+def scan_row(*, linear: bool) -> Callable[[Call], Row]:
     """cumsum, cumprod and the like: the scanned dim stays whole."""
 
     def rule(call: Call) -> Row:
@@ -87,7 +89,7 @@ def sort_like_row(call: Call) -> Row:
     if not shape:
         return along_dims_row(call, (), linear=False)
     dim = call.args.get("dim", -1) % len(shape)
-    outputs = []
+    outputs: list[Dims | None] = []
     for i, out in enumerate(call.out_shapes):
         if out is None:
             outputs.append(None)

@@ -1,8 +1,8 @@
 """What a rule is: one row in factor notation, saying which splits of an operation are correct.
 
-``mm`` is ``"m k, k n -> m n | sum k | linear 0 / 1"``: every letter is a factor.  Splitting a factor splits each tensor dim
-in which it appears; an output in which it does not appear becomes Partial.  A dim written ``(h d)`` is made of atoms,
-outermost first; a dim of size 1 that broadcasts is written ``1``.
+``mm`` is ``"m k, k n -> m n | sum k | linear 0 / 1"``: every letter is a factor.  Splitting a factor splits each tensor
+dim in which it appears; an output in which it does not appear becomes Partial.  A dim written ``(h d)`` is made of
+atoms, outermost first; a dim of size 1 that broadcasts is written ``1``.
 """
 
 from __future__ import annotations
@@ -99,9 +99,11 @@ class Call:
         found: list[fx.Node] = []
         for name in self.names:
             value = self.args.get(name)
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor):
-                    found.append(item)
+            found.extend(
+                item
+                for item in (value if isinstance(value, (list, tuple)) else (value,))
+                if isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor)
+            )
         return found
 
     @cached_property
@@ -189,7 +191,7 @@ def parse_row(text: str, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, 
     for clause in clauses:
         word, _, rest = clause.partition(" ")
         if word in ("sum", "max", "min"):
-            reduce.update({f: word for f in rest.split()})
+            reduce.update(dict.fromkeys(rest.split(), word))
         elif word == "nosplit":
             nosplit.update(rest.split())
         elif word == "whole":

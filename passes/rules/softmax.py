@@ -1,4 +1,4 @@
-"""Rows of softmax and of losses over classes.  Where the classes are split, a small program with reductions replaces the call."""
+"""Rows of softmax and of losses over classes; where the classes are split, a small program replaces the call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def softmax_row(call: Call) -> Row:
         inputs=(tuple(dims),),
         outputs=(tuple(dims),),
         sizes=sizes,
-        lowerings={f: lower_softmax for f in factor},
+        lowerings=dict.fromkeys(factor, lower_softmax),
     )
 
 
@@ -33,13 +33,13 @@ def lower_softmax(ctx: LocalContext) -> Any:
     x = ctx.tensor(0)
     if call.args.get("half_to_float"):
         x = ctx.emit("_to_copy", x, dtype=(call.outputs[0]).dtype)  # type: ignore[union-attr]
-    top = ctx.all_reduce(ctx.emit("amax", x, [dim], True), "max", factors)
+    top = ctx.all_reduce(ctx.emit("amax", x, [dim], keepdim=True), "max", factors)
     if "safe" in call.op._schema.name:
         # A row of -inf is all zeros in the safe form: 0 / 0 is avoided by a finite maximum and a sum of at least tiny.
         top = ctx.emit("masked_fill.Scalar", top, ctx.emit("isinf", top), 0)
     shifted = ctx.emit("sub.Tensor", x, top)
     grown = ctx.emit("exp", shifted)
-    total = ctx.all_reduce(ctx.emit("sum.dim_IntList", grown, [dim], True), "sum", factors)
+    total = ctx.all_reduce(ctx.emit("sum.dim_IntList", grown, [dim], keepdim=True), "sum", factors)
     if logarithm:
         return ctx.emit("sub.Tensor", shifted, ctx.emit("log", total))
     if "safe" in call.op._schema.name:
@@ -57,7 +57,7 @@ def softmax_backward_row(call: Call) -> Row:
         outputs=(tuple(dims),),
         sizes=sizes,
         linear=(frozenset({0}),),
-        lowerings={f: lower_softmax_backward for f in factor},
+        lowerings=dict.fromkeys(factor, lower_softmax_backward),
     )
 
 
@@ -68,11 +68,11 @@ def lower_softmax_backward(ctx: LocalContext) -> Any:
     factors = list(ctx.row.inputs[0][dim])
     grad, output = ctx.tensor(0), ctx.tensor(1)
     if "log" in call.op._schema.name:
-        total = ctx.all_reduce(ctx.emit("sum.dim_IntList", grad, [dim], True), "sum", factors)
+        total = ctx.all_reduce(ctx.emit("sum.dim_IntList", grad, [dim], keepdim=True), "sum", factors)
         out = ctx.emit("sub.Tensor", grad, ctx.emit("mul.Tensor", ctx.emit("exp", output), total))
     else:
         product = ctx.emit("mul.Tensor", grad, output)
-        total = ctx.all_reduce(ctx.emit("sum.dim_IntList", product, [dim], True), "sum", factors)
+        total = ctx.all_reduce(ctx.emit("sum.dim_IntList", product, [dim], keepdim=True), "sum", factors)
         out = ctx.emit("sub.Tensor", product, ctx.emit("mul.Tensor", output, total))
     return ctx.cast_like_output(out, 0)
 
@@ -105,7 +105,7 @@ def nll_forward_row(call: Call) -> Row:
         inputs=tuple(inputs),
         outputs=(target if none else (), ()),
         sizes=sizes,
-        reduce={f: "sum" for f in (*rest, *classes)},
+        reduce=dict.fromkeys((*rest, *classes), "sum"),
         complete={"v": frozenset({1})} | ({f: frozenset({1}) for f in rest} if none else {}),
         nosplit=(rest if mean else frozenset()) | (frozenset() if can_lower else frozenset(classes)),
         whole=frozenset(classes),
@@ -114,12 +114,10 @@ def nll_forward_row(call: Call) -> Row:
 
 
 def local_targets(ctx: LocalContext, target: Any) -> tuple[Any, Any]:
-    """(targets in local numbering, clamped; mask of those that this rank holds).  Ignored targets are held by nobody."""
+    """(targets in local numbering, clamped; mask of those that this rank holds).  Nobody holds ignored targets."""
     call = ctx.call
     shifted = ctx.emit("sub.Tensor", target, ctx.start("v"))
-    inside = ctx.emit(
-        "logical_and", ctx.emit("ge.Scalar", shifted, 0), ctx.emit("lt.Scalar", shifted, ctx.size("v"))
-    )
+    inside = ctx.emit("logical_and", ctx.emit("ge.Scalar", shifted, 0), ctx.emit("lt.Scalar", shifted, ctx.size("v")))
     held = ctx.emit("logical_and", inside, ctx.emit("ne.Scalar", target, call["ignore_index"]))
     return ctx.emit("masked_fill.Scalar", shifted, ctx.emit("logical_not", held), 0), held
 
@@ -179,7 +177,7 @@ def lower_nll_backward(ctx: LocalContext) -> Any:
 
 
 def elementwise_loss_row(call: Call) -> Row:
-    """mse_loss, smooth_l1_loss, huber_loss, binary_cross_entropy ... with reduction none or sum, and their backwards."""
+    """mse_loss, smooth_l1_loss, huber_loss, binary_cross_entropy ... with reduction none or sum; their backwards."""
     backward = "backward" in call.op._schema.name
     pivot = call.shape("self")
     dims, sizes = dims_of(pivot)
@@ -194,7 +192,7 @@ def elementwise_loss_row(call: Call) -> Row:
         inputs=tuple(described(s) for s in call.shapes),
         outputs=outputs,
         sizes=sizes,
-        reduce={} if none or backward else {f: "sum" for f in sizes},
+        reduce={} if none or backward else dict.fromkeys(sizes, "sum"),
         nosplit=frozenset(sizes) if mean else frozenset(),
         linear=(frozenset({0}),) if backward else (),
     )
@@ -204,5 +202,3 @@ def dropout_row(call: Call) -> Row:
     """native_dropout: element-wise over the input, with random draws."""
     dims, sizes = dims_of(call.shapes[0])
     return Row(inputs=(tuple(dims),), outputs=(tuple(dims), tuple(dims)), sizes=sizes, random=True)
-
-

@@ -1,7 +1,8 @@
 """Which operations are right for arguments of any strides.
 
-Some kernels read a tensor as if it were contiguous and give wrong numbers where it is not (``native_group_norm_backward``
-on CPU).  One device's step gave them contiguous arguments; a rank's program has to as well.
+Some kernels read a tensor as if it were contiguous and give wrong numbers where it is not
+(``native_group_norm_backward`` on CPU).  One device's step gave them contiguous arguments; a rank's program has to as
+well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ANY_STRIDES = frozenset(
     mm bmm addmm baddbmm mv addmv dot vdot
     sum mean amax amin max min argmax argmin any all prod var std var_mean std_mean cumsum cumprod
     gather index_select index embedding where
-    """.split()
+    """.split()  # noqa: SIM905 - fifty names read better as text
 )
 
 

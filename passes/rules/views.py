@@ -25,7 +25,7 @@ def dims_of(shape: Sequence[int], prefix: str = "d") -> tuple[list[tuple[str, ..
 
 
 def reshape_atoms(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], set[str]]:
-    """Common atoms of two shapes of equal element count: (source dims, target dims, sizes, atoms that cross a boundary).
+    """Common atoms of two shapes of equal element count: (source dims, target dims, sizes, atoms crossing a boundary).
 
     >>> reshape_atoms((4, 6), (4, 3, 2))[:2]
     ((('a0',), ('a1', 'a2')), (('a0',), ('a1',), ('a2',)))
@@ -157,9 +157,7 @@ def expand_row(call: Call) -> Row:
     dims, sizes = dims_of(target)
     offset = len(target) - len(source)
     inputs = tuple(() if source[i] == 1 else dims[i + offset] for i in range(len(source)))
-    return Row(
-        inputs=(inputs,), outputs=(tuple(dims),), sizes=sizes, linear=LINEAR_IN_FIRST, shape_args={"size": 0}
-    )
+    return Row(inputs=(inputs,), outputs=(tuple(dims),), sizes=sizes, linear=LINEAR_IN_FIRST, shape_args={"size": 0})
 
 
 def slice_bounds(call: Call, size: int) -> tuple[int, int, int]:
@@ -169,7 +167,9 @@ def slice_bounds(call: Call, size: int) -> tuple[int, int, int]:
     return start, max(start, end), step
 
 
-def part_dims(size: int, start: int, end: int, step: int) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int], set[str]]:
+def part_dims(
+    size: int, start: int, end: int, step: int
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, int], set[str]]:
     """Atoms of a dim and of a slice of it: (whole dim, slice, sizes, nosplit).
 
     A slice that is one of several equal parts keeps the part's factor ("n p" -> "p", ``n`` not split).
@@ -246,7 +246,7 @@ def slice_scatter_row(call: Call) -> Row:
     dims, sizes = dims_of(shape)
     src = list(dims)
     src[dim] = ("p",) if source[dim] != 1 else ()
-    nosplit = {f for f in (*dims[dim], *src[dim])}
+    nosplit = {*dims[dim], *src[dim]}
     return Row(
         inputs=(tuple(dims), tuple(src)),
         outputs=(tuple(dims),),
@@ -391,7 +391,8 @@ def pad_row(call: Call) -> Row:
     shape, target = call.shapes[0], call.out_shapes[0] or ()
     dims, sizes = dims_of(shape)
     pads = call["pad"]
-    out, nosplit = list(dims), set()
+    out = list(dims)
+    nosplit: set[str] = set()
     for i in range(len(pads) // 2):
         dim = len(shape) - 1 - i
         if pads[2 * i] or pads[2 * i + 1]:
@@ -409,7 +410,7 @@ def pad_row(call: Call) -> Row:
     )
 
 
-def along_dims_row(call: Call, whole_dims: Sequence[int], linear: bool) -> Row:
+def along_dims_row(call: Call, whole_dims: Sequence[int], *, linear: bool) -> Row:
     """Row of a shape-preserving call that mixes the elements of ``whole_dims`` only (flip, cumsum, sort, roll...)."""
     shape = call.shapes[0]
     dims, sizes = dims_of(shape)
@@ -447,9 +448,7 @@ def repeat_row(call: Call) -> Row:
     def localize(ctx: LocalContext) -> dict[str, Any]:
         return {"repeats": [ctx.size(f"r{i}") if times != 1 else 1 for i, times in enumerate(repeats)]}
 
-    return Row(
-        inputs=(tuple(dims),), outputs=(tuple(out),), sizes=sizes, linear=LINEAR_IN_FIRST, localize=localize
-    )
+    return Row(inputs=(tuple(dims),), outputs=(tuple(out),), sizes=sizes, linear=LINEAR_IN_FIRST, localize=localize)
 
 
 def opaque_row(call: Call) -> Row:
