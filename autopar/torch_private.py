@@ -87,6 +87,7 @@ __all__ = [
     "foreach_norm",
     "gradient_of",
     "joint_graph",
+    "local_tensor",
     "mutated_tangent_of",
     "mutation_of",
     "plain_input",
@@ -248,7 +249,13 @@ def checkpoint_regions(region: Callable[[], contextlib.AbstractContextManager[No
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """``DTensor.from_local(local, spec.mesh, spec.placements)`` without its checks and its place in autograd."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    # Called by hand because calling the class runs an __init__ that does nothing and takes most of the time.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """``tensor.to_local()`` without a place in autograd and without making a view."""
+    return tensor._local_tensor
 
 
 def share_found_inf() -> None:

@@ -18,7 +18,7 @@ from autopar.passes.base import Mesh, ProgramTensor
 from autopar.passes.placement import REPLICATE, Layout, Shard, chunk, local_shape, local_view
 from autopar.runtime.groups import Groups
 from autopar.runtime.layout import dtensor_placements, dtensor_spec, is_replicated, is_storable, local_part, storable
-from autopar.torch_private import DTensorSpec, dtensor
+from autopar.torch_private import DTensorSpec, dtensor, local_tensor
 
 Relayout = Callable[[torch.Tensor], torch.Tensor]
 
@@ -135,8 +135,8 @@ def _as_dtensor(tensor: torch.Tensor) -> DTensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a tensor, without a place in autograd."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def local_zeros(want: ProgramTensor, groups: Groups | None, device: torch.device) -> torch.Tensor:
