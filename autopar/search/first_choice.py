@@ -125,7 +125,12 @@ class FirstChoice:
         families = Families(self.space, wish.size)
         if wish.role == "tensor":
             return self._solve(wish, families, self._tensor_families(families), self._sequence(families, wish))
-        results = [self._solve(wish, families, {family}) for family in self._batch_families(families, wish)]
+        batches = self._batch_families(families, wish)
+        allowed = [{family} for family in batches]
+        if wish.role == "data" and len(batches) > 1:
+            # Two towers have a batch each (texts, images), which meet in the loss alone.  Last: the others win ties.
+            allowed.append(set(batches))
+        results = [self._solve(wish, families, some) for some in allowed]
         return min(results, key=lambda r: r.cost) if results else self._solve(wish, families, set())
 
     def _idle(self) -> AxisResult:

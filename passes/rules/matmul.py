@@ -20,6 +20,19 @@ def bmm_row(call: Call) -> Row:
     return parse_row("b m k, b k n -> b m n | sum k | linear 0 / 1", call.shapes)
 
 
+def grouped_mm_row(call: Call) -> Row:
+    """Rows sorted by group times the matrix of their group (input, weight, ends of the groups).
+
+    Neither rows nor groups can be split: where a group ends is counted over all rows.
+    """
+    return parse_row("m k, x k n, x -> m n | sum k | nosplit m x | linear 0 / 1", call.shapes)
+
+
+def grouped_mm_backward_row(call: Call) -> Row:
+    """Gradients of input and weight (input, weight, ends of the groups, gradient)."""
+    return parse_row("m k, x k n, x, m n -> m k, x k n | sum n | nosplit m x | linear 3", call.shapes)
+
+
 def dot_row(call: Call) -> Row:
     """aten.dot and aten.vdot."""
     return parse_row("k, k -> | sum k | linear 0 / 1", call.shapes)

@@ -54,6 +54,9 @@ RULES: Mapping[str, Rule] = {
     # contractions
     "aten::mm": matmul.mm_row,
     "aten::bmm": matmul.bmm_row,
+    # What the experts of the transformers library call where torch's own grouped product is not to be had.
+    "transformers::grouped_mm_fallback": matmul.grouped_mm_row,
+    "transformers::grouped_mm_fallback_backward": matmul.grouped_mm_backward_row,
     "aten::dot": matmul.dot_row,
     "aten::vdot": matmul.dot_row,
     "aten::mv": matmul.mv_row,
