@@ -1,20 +1,20 @@
 """What a partitioned step says about micro-batches and stages.
 
-The partitioner treats micro-batches as one more mesh axis, ``mb``.  :class:`Fold` reads the local programs of one rank's
-micro-batches side by side and sorts their calls:
+The partitioner treats micro-batches as one more mesh axis, ``mb``.  :class:`Fold` reads the local programs of one
+rank's micro-batches side by side and sorts their calls:
 
 * what is the same for all micro-batches is done *once*; the rest is done for *each*;
 * a collective over ``mb`` *joins* the micro-batches: a sum over them, or all of them in a row;
-* a join of what comes from inputs alone (a count of valid tokens) is made before everything else; any other one raises the
-  *level* of what follows: all micro-batches have to pass the join before one can go on;
-* what comes from inputs alone, or only prepares a parameter, is *cheap to repeat*: it has no stage and is done wherever it is
-  needed.
+* a join of what comes from inputs alone (a count of valid tokens) is made before everything else; any other one raises
+  the *level* of what follows: all micro-batches have to pass the join before one can go on;
+* what comes from inputs alone, or only prepares a parameter, is *cheap to repeat*: it has no stage and is done wherever
+  it is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -67,14 +67,16 @@ class Fold:
         self.programs, self.num_stages, self.regather = programs, num_stages, regather
         for program in programs:
             split_sums(program)
-        self.lists = [list(p.graph_module.graph.nodes) for p in programs]
+        self.lists: list[list[fx.Node]] = [list(p.graph_module.graph.nodes) for p in programs]
         self.nodes = self.lists[0]
         if any(len(nodes) != len(self.nodes) for nodes in self.lists):
             raise PartitionError("the programs of two micro-batches have different numbers of calls")
         self.index = [{n: i for i, n in enumerate(nodes)} for nodes in self.lists]
         self.count = count
         self.known: dict[tuple[int, int], tuple[Any, Any, list[Any]]] = {}
-        self.spec_of = dict(zip((i for i, n in enumerate(self.nodes) if n.op == "placeholder"), programs[0].inputs, strict=False))
+        self.spec_of = dict(
+            zip((i for i, n in enumerate(self.nodes) if n.op == "placeholder"), programs[0].inputs, strict=False)
+        )
         self._read()
         self._sort()
 
@@ -92,9 +94,8 @@ class Fold:
                 self.wait_of[self.inputs[i][0]] = i
         self.inputs = [[self.alias[s] for s in sources] for sources in self.inputs]
         self.output = self.index[0][self.programs[0].graph_module.graph.output_node()]
-        self.results = [
-            self.alias[self.index[0][r]] if isinstance(r, fx.Node) else r for r in self.nodes[self.output].args[0]  # type: ignore[union-attr]
-        ]
+        results = cast("tuple[Any, ...]", self.nodes[self.output].args[0])
+        self.results = [self.alias[self.index[0][r]] if isinstance(r, fx.Node) else r for r in results]
         self.differs = [self.count > 1 and self._differs(i) for i in range(size)]
         self.live = self._live()
 
@@ -108,7 +109,8 @@ class Fold:
 
     def node(self, microbatch: int, position: int) -> fx.Node:
         """A call as its micro-batch has it (or one that has it in the same shapes)."""
-        return self.lists[min(microbatch, len(self.lists) - 1)][position]
+        found: fx.Node = self.lists[min(microbatch, len(self.lists) - 1)][position]
+        return found
 
     def described(self, microbatch: int, position: int) -> tuple[Any, Any, list[Any]]:
         """(target, shape of the arguments, leaves of the arguments) with nodes given by their positions.
@@ -121,7 +123,8 @@ class Fold:
         if len(first[2]) != len(second[2]):
             return second
         leaves = [
-            a + microbatch * (b - a) if is_number(a) and is_number(b) else b for a, b in zip(first[2], second[2], strict=True)
+            a + microbatch * (b - a) if is_number(a) and is_number(b) else b
+            for a, b in zip(first[2], second[2], strict=True)
         ]
         return second[0], second[1], leaves
 
@@ -169,7 +172,9 @@ class Fold:
             self._sort_one(i, node)
         # A backward that waits for a join needs all forwards first; a forward that does can be finished at the end.
         self.coupled = [
-            i for i in range(size) if self.live[i] and self.each[i] and self.level[i] and self.backward[i] and not self.cheap[i]
+            i
+            for i in range(size)
+            if self.live[i] and self.each[i] and self.level[i] and self.backward[i] and not self.cheap[i]
         ]
 
     def _sort_one(self, i: int, node: fx.Node) -> None:
@@ -192,7 +197,11 @@ class Fold:
         self.from_inputs[i] = all(self.from_inputs[s] for s in sources) and not heavy and node.target is not seeded
         if is_getitem(node):
             source = sources[0]
-            self.each[i], self.cheap[i], self.from_inputs[i] = self.each[source], self.cheap[source], self.from_inputs[source]
+            self.each[i], self.cheap[i], self.from_inputs[i] = (
+                self.each[source],
+                self.cheap[source],
+                self.from_inputs[source],
+            )
         else:
             self.cheap[i] = self.from_inputs[i] or self._prepares(i, node)
         if self.cheap[i] and self.regather and is_collective(node) and self.parameters[i] and self.count > 1:
@@ -225,14 +234,18 @@ class Fold:
         """
         if not self.coupled:
             return
-        join = min(j for j in range(len(self.nodes)) if self.join[j] and self.live[j] and not self.from_inputs[j] and self._feeds_each(j))
+        join = min(
+            j
+            for j in range(len(self.nodes))
+            if self.join[j] and self.live[j] and not self.from_inputs[j] and self._feeds_each(j)
+        )
         node = self.nodes[join]
         layer = node.meta.get("layer") or "code outside any layer"
         source = node.meta.get("source", "")
         raise ConstraintError(
             f"{layer} needs all {self.count} micro-batches before any of them can go on "
-            f"({node.meta.get('origin') or self.nodes[self.inputs[join][0]].name}{', ' + source if source else ''}), which "
-            f'schedule="{schedule}" does not allow; use schedule="gpipe", or microbatches=1'
+            f"({node.meta.get('origin') or self.nodes[self.inputs[join][0]].name}{', ' + source if source else ''}), "
+            f'which schedule="{schedule}" does not allow; use schedule="gpipe", or microbatches=1'
         )
 
     def _feeds_each(self, join: int) -> bool:
@@ -258,7 +271,9 @@ def same(one: tuple[Any, Any, list[Any]], other: tuple[Any, Any, list[Any]]) -> 
     """Whether two calls are equal, for arguments that are positions or constants."""
     if one[0] is not other[0] or one[1] != other[1]:
         return False
-    return all(type(a) is type(b) and (a is b or a == b or (a != a and b != b)) for a, b in zip(one[2], other[2], strict=True))
+    return all(
+        type(a) is type(b) and (a is b or a == b or (a != a and b != b)) for a, b in zip(one[2], other[2], strict=True)
+    )
 
 
 def is_draw(node: fx.Node) -> bool:
@@ -267,18 +282,20 @@ def is_draw(node: fx.Node) -> bool:
 
 
 def split_sums(program: Program) -> None:
-    """A sum of two stages' gradients is made after the micro-batches are joined, so that it crosses between stages once."""
+    """Sums of two stages' gradients are made after the micro-batches are joined: they cross between stages once."""
     graph = program.graph_module.graph
-    queue = [n for n in graph.nodes if n.op == "call_function" and n.target is ALL_REDUCE and group_of(n) == MICROBATCHES]
+    queue = [
+        n for n in graph.nodes if n.op == "call_function" and n.target is ALL_REDUCE and group_of(n) == MICROBATCHES
+    ]
     while queue:
         reduce = queue.pop()
         total = reduce.args[0]
         if not isinstance(total, fx.Node) or total.target is not torch.ops.aten.add.Tensor or total.kwargs:
             continue
-        parts = total.args
-        if len(total.users) != 1 or not all(isinstance(p, fx.Node) for p in parts) or reduce.args[1] != "sum":
+        parts = [p for p in total.args if isinstance(p, fx.Node)]
+        if len(total.users) != 1 or len(parts) != len(total.args) or reduce.args[1] != "sum":
             continue
-        if len({p.meta.get(STAGE, total.meta.get(STAGE)) for p in parts}) == 1 and total.meta.get(STAGE) == parts[0].meta.get(STAGE):  # type: ignore[union-attr]
+        if len({node.meta.get(STAGE) for node in (total, *parts)}) == 1:
             continue
         wait = next(iter(reduce.users))
         joined = []
@@ -287,7 +304,7 @@ def split_sums(program: Program) -> None:
                 new = graph.call_function(ALL_REDUCE, (part, *reduce.args[1:]))
                 done = graph.call_function(wait.target, (new,))
             for made, like in ((new, reduce), (done, wait)):
-                made.meta = {**like.meta, STAGE: part.meta.get(STAGE, like.meta.get(STAGE, 0))}  # type: ignore[union-attr]
+                made.meta = {**like.meta, STAGE: part.meta.get(STAGE, like.meta.get(STAGE, 0))}
             queue.append(new)
             joined.append(done)
         with graph.inserting_before(wait):

@@ -11,6 +11,7 @@ from torch import fx
 from autopar.cost_models.errors import PlanError
 from autopar.cost_models.schedules import Kind, Schedule, build, validate
 from autopar.lower.prepare import Prepared, prepare
+from autopar.passes.arrange_stages import Arrangement
 from autopar.passes.base import Mesh, Program, StepGraph
 from autopar.passes.bucket import Bucket
 from autopar.passes.lowering import Memo
@@ -22,7 +23,7 @@ from autopar.passes.placement import REPLICATE
 from autopar.passes.recompute import COPY_OF, Recompute
 from autopar.passes.rules.table import RuleTable, rows_of
 from autopar.passes.split_stages import SplitStages
-from autopar.passes.unroll_microbatches import Arrangement, Unroll
+from autopar.passes.unroll_microbatches import Unroll
 from autopar.plan import Plan
 
 DEFAULT_BUCKET_BYTES = 25_000_000  # as DistributedDataParallel's 25 MB: large enough to hide latency

@@ -121,8 +121,7 @@ def balanced_stages(costs: Sequence[RunCost], num_stages: int, num_ranks: int | 
 
     minimise  max over stages of (sum of weights)  +  a little of the bytes that cross the cuts
 
-    Where a rank runs several stages (``num_ranks`` is smaller), cuts are then moved while that lowers the largest rank's
-    sum.
+    Where a rank runs several stages (``num_ranks`` is smaller), cuts are then moved while the largest rank's sum falls.
 
     Raises:
         ConstraintError: wished stages go against the order in which the layers run.

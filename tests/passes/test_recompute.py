@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.passes.pipelines import Tied, lowered, programs_of, tokens, values_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -11,6 +10,7 @@ from autopar.passes.base import Phase
 from autopar.passes.recompute import COPY_OF, Recompute
 from autopar.passes.torch_ops import ALL_REDUCE
 from autopar.verify import verify_programs
+from tests.passes.pipelines import Tied, lowered, programs_of, tokens, values_of
 
 
 def saved_bytes(step):
@@ -18,13 +18,18 @@ def saved_bytes(step):
     found = {}
     for node in step.graph.nodes:
         value = node.meta.get("val")
-        if node.op == "call_function" and node.meta["phase"] is Phase.FORWARD and isinstance(value, torch.Tensor):
-            if any(u.op == "call_function" and u.meta["phase"] is Phase.BACKWARD for u in node.users):
-                source = node
-                while source.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.t.default):
-                    source = source.args[0]
-                if source.op != "placeholder":
-                    found[source] = value.numel() * value.dtype.itemsize
+        forward = node.op == "call_function" and node.meta["phase"] is Phase.FORWARD
+        read = any(u.op == "call_function" and u.meta["phase"] is Phase.BACKWARD for u in node.users)
+        if forward and read and isinstance(value, torch.Tensor):
+            source = node
+            while source.target in (
+                torch.ops.aten.view.default,
+                torch.ops.aten.reshape.default,
+                torch.ops.aten.t.default,
+            ):
+                source = source.args[0]
+            if source.op != "placeholder":
+                found[source] = value.numel() * value.dtype.itemsize
     return sum(found.values())
 
 

@@ -1,23 +1,25 @@
 """Runs of layers, balanced cuts, and the stage of every call."""
 
 import pytest
-from tests.passes.pipelines import Tied, lowered, tokens
 
 from autopar.capture import capture
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.errors import ConstraintError, PartitionError
+from autopar.lower import prepare
 from autopar.passes.base import Phase
 from autopar.passes.rules.table import RuleTable
 from autopar.passes.split_stages import SplitStages, layer_runs, stage_of_input
-from autopar.lower import prepare
 from autopar.plan import Constraints
 from autopar.search.stages import RunCost, balanced_stages, run_costs
+from tests.passes.pipelines import Tied, lowered, tokens
 
 
 def test_runs_follow_the_forward_and_number_what_repeats():
     names = [run.name for run in layer_runs(capture(Tied(depth=1), tokens()))]
     assert names[0] == "table"
-    assert names.index("blocks.0.norm") < names.index("blocks.0.up") < names.index("blocks.0.down") < names.index("head")
+    assert (
+        names.index("blocks.0.norm") < names.index("blocks.0.up") < names.index("blocks.0.down") < names.index("head")
+    )
     assert "blocks.0#2" in names
 
 
@@ -55,11 +57,13 @@ def test_cuts_are_balanced_by_cost_and_cover_everything(num_stages):
     blocks = {n.split("#")[0].split(".")[1]: s for n, s in stages.items() if n.startswith("blocks.")}
     for name, stage in stages.items():
         if name.startswith("blocks.") and num_stages < 5:
-            assert stage == blocks[name.split("#")[0].split(".")[1]]  # a block is not cut where there are enough of them
+            assert (
+                stage == blocks[name.split("#")[0].split(".")[1]]
+            )  # a block is not cut where there are enough of them
 
 
 def test_wished_stages_are_honoured_or_refused():
-    lowering, plan = lowered(Tied(), tokens(), 2, pp=2, layers={"blocks.0": {"stage": 0}, "blocks.1": {"stage": 1}})
+    _, plan = lowered(Tied(), tokens(), 2, pp=2, layers={"blocks.0": {"stage": 0}, "blocks.1": {"stage": 1}})
     assert {s for n, s in plan.stages.items() if n.startswith("blocks.1.")} == {1}
     assert {s for n, s in plan.stages.items() if n.startswith("blocks.0.")} == {0}
     with pytest.raises(ConstraintError, match="do not fit 2 stages"):

@@ -4,14 +4,14 @@ import operator
 
 import pytest
 import torch
-from tests.passes.pipelines import Normed, Tied, lowered, programs_of, tokens, values_of
 
 from autopar.cost_models.errors import ConstraintError
 from autopar.cost_models.schedules import Kind, build
+from autopar.passes.arrange_stages import linear_order
 from autopar.passes.base import OutputKind
 from autopar.passes.torch_ops import ALL_REDUCE, IRECV, ISEND
-from autopar.passes.unroll_microbatches import linear_order
 from autopar.verify import check_programs, verify_programs
+from tests.passes.pipelines import Normed, Tied, lowered, programs_of, tokens, values_of
 
 PLANS = [
     (1, {"microbatches": 4}),
@@ -46,7 +46,11 @@ def test_tied_parameters_lie_on_every_stage_that_uses_them_and_are_summed_once()
     assert all("table.weight" in names for names in held)
     assert not {n for n in held[0] & held[1] if n.startswith("blocks")}
     size = tuple(model.table.weight.shape)
-    moved = [n for n in programs[1].graph_module.graph.nodes if n.target is ISEND and tuple(n.args[0].meta["val"].shape) == size]
+    moved = [
+        n
+        for n in programs[1].graph_module.graph.nodes
+        if n.target is ISEND and tuple(n.args[0].meta["val"].shape) == size
+    ]
     assert len(moved) == 1
 
 
@@ -70,7 +74,9 @@ def test_gradients_are_reduced_over_data_ranks_once():
     assert all(n.meta["val"].dim() == 0 for n in inner)  # the loss at most; never a gradient
 
 
-@pytest.mark.parametrize("wishes", [{"microbatches": 4}, {"pp": 2, "microbatches": 4}, {"pp": 2, "microbatches": 2, "schedule": "gpipe"}])
+@pytest.mark.parametrize(
+    "wishes", [{"microbatches": 4}, {"pp": 2, "microbatches": 4}, {"pp": 2, "microbatches": 2, "schedule": "gpipe"}]
+)
 def test_batch_statistics_are_those_of_the_whole_batch(wishes):
     model, args = Normed(), (torch.randn(8, 6),)
     lowering, plan = lowered(model, args, wishes.get("pp", 1), **wishes)
@@ -87,7 +93,7 @@ def test_schedules_that_cannot_wait_for_a_whole_batch_are_refused_by_name():
 
 
 def test_more_microbatches_than_rows_are_refused_with_what_works():
-    with pytest.raises(ConstraintError, match="microbatches=8 is not possible.*7"):
+    with pytest.raises(ConstraintError, match=r"microbatches=8 is not possible.*7"):
         lowered(Tied(), tokens(rows=7), 1, microbatches=8)
 
 
