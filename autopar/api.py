@@ -209,21 +209,25 @@ class Pipeline:
     options: Options
     world: World
 
-    def __call__(self, call: GlobalCall, plan: Plan | None) -> Compiled:
-        """Capture the call, plan it and lower it for this rank.
+    def capture(self, call: GlobalCall) -> StepGraph:
+        """The step of one device that makes this call."""
+
+        def run() -> StepGraph:
+            return capture(self.model, call.args, call.kwargs, loss_fn=self.loss_fn, targets=call.targets)
+
+        return self.world.together("capturing the model", run)
+
+    def build(self, step: StepGraph, inputs: Mapping[str, Layout], plan: Plan | None) -> Compiled:
+        """Plan the step and lower it for this rank.
 
         Args:
-            call: what one device would be called with.
+            step: what was captured.
+            inputs: how inputs lie of which ranks hold parts, by name.
             plan: the plan by which the model is laid out already, or None.
         """
-        world = self.world
-        step = world.together("capturing the model", lambda: self._capture(call))
-        agreed = taking(self._agreed_plan(step, plan), call.layouts)
-        program = world.together("lowering the plan", lambda: self._lower(step, agreed))
+        agreed = taking(self._agreed_plan(step, plan), inputs)
+        program = self.world.together("lowering the plan", lambda: self._lower(step, agreed))
         return Compiled(step=step, plan=agreed, program=program)
-
-    def _capture(self, call: GlobalCall) -> StepGraph:
-        return capture(self.model, call.args, call.kwargs, loss_fn=self.loss_fn, targets=call.targets)
 
     def _agreed_plan(self, step: StepGraph, earlier: Plan | None) -> Plan:
         """One plan for all ranks: the user's for the first program, else rank 0's choice."""

@@ -32,13 +32,11 @@ class GlobalCall:
         args: positional arguments; tensors of which ranks hold parts are meta tensors.
         kwargs: keyword arguments.
         targets: targets.
-        layouts: how the inputs lie of which ranks hold parts, by name.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     targets: tuple[Any, ...]
-    layouts: Mapping[str, Layout]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +85,11 @@ class Arrival:
         """(name, what it is) of every leaf, to be compared between ranks."""
         return [(name, _kind(leaf)) for name, leaf in zip(self.names, self.leaves, strict=True)]
 
+    def outline(self) -> list[tuple[str, str]]:
+        """(name, kind) of every leaf without the sizes of tensors, to be compared between ranks that pass parts."""
+        kinds = [f"{leaf.dtype} {leaf.dim()}" if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in self.leaves]
+        return list(zip(self.names, kinds, strict=True))
+
     def differences(self, names: Sequence[str]) -> str:
         """In words, which inputs this call has that another one with ``names`` has not, and the other way round."""
         added = [name for name in self.names if name not in names]
@@ -94,15 +97,12 @@ class Arrival:
         parts = [f"has {', '.join(added)}"] * bool(added) + [f"lacks {', '.join(missing)}"] * bool(missing)
         return " and ".join(parts)
 
-    def as_global(
-        self, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]], groups: Groups | None
-    ) -> GlobalCall:
+    def as_global(self, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]]) -> GlobalCall:
         """The global call: tensors that are not whole here become meta ones.
 
         Args:
             layouts: how the leaves lie that are not whole.
             shapes: global shapes of those that are plain tensors.
-            groups: the mesh that the module lies on already; None alone, and for the first call.
         """
         leaves = list(self.leaves)
         for i, tensor in self.tensors:
@@ -110,9 +110,7 @@ class Arrival:
                 shape = shapes.get(i, tuple(tensor.shape))
                 leaves[i] = torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
         args, kwargs, targets = pytree.tree_unflatten(leaves, self.spec)
-        return GlobalCall(
-            args=args, kwargs=kwargs, targets=targets, layouts=_input_layouts(self.names, layouts, groups)
-        )
+        return GlobalCall(args=args, kwargs=kwargs, targets=targets)
 
 
 def _kind(leaf: Any) -> str:  # noqa: ANN401 - whatever users pass
@@ -145,7 +143,7 @@ def dtensor_layouts(arrival: Arrival) -> dict[int, DTensorSpec]:
     return {i: tensor._spec for i, tensor in arrival.tensors if isinstance(tensor, DTensor)}
 
 
-def _input_layouts(names: Sequence[str], layouts: LeafLayouts, groups: Groups | None) -> dict[str, Layout]:
+def input_layouts(arrival: Arrival, layouts: LeafLayouts, groups: Groups | None) -> dict[str, Layout]:
     """How the inputs lie that are parts, by name, for the plan to take them as they come.
 
     A DTensor on another mesh, or one that is split in a way of its own, is left to be redistributed at every call.
@@ -154,7 +152,7 @@ def _input_layouts(names: Sequence[str], layouts: LeafLayouts, groups: Groups | 
     for i, layout in layouts.items():
         known = layout if not isinstance(layout, DTensorSpec) else _layout_of(layout, groups)
         if known is not None:
-            found[names[i]] = known
+            found[arrival.names[i]] = known
     return found
 
 
@@ -174,31 +172,38 @@ def _layout_of(spec: DTensorSpec, groups: Groups | None) -> Layout | None:
     return layout if same and dtensor_placements(layout, spec.shape, groups.mesh) == spec.placements else None
 
 
-def local_batch(
-    arrival: Arrival, world: World, mesh: Mesh, whole: Sequence[int]
-) -> tuple[dict[int, Any], dict[int, tuple[int, ...]]]:
+def local_batch(arrival: Arrival, world: World, mesh: Mesh) -> tuple[dict[int, Layout], dict[int, tuple[int, ...]]]:
     """The global call behind parts of a batch.
 
     Args:
         arrival: what this rank passed.
         world: the processes.
         mesh: the grid; ranks with the same place on "dp" pass the same part.
-        whole: positions of tensors that every rank passes whole.
 
     Returns:
-        the layout of every input that is a part, and the global shape of each, by position.
+        the layout of every input that looks like a part (it has as many rows as the first tensor that has rows), and
+        the global shape of each, by position.
 
     Raises:
         InputError: on all ranks, where the parts do not fit together.
     """
-    everyone = world.exchange({i: tuple(t.shape) for i, t in arrival.tensors if not isinstance(t, DTensor)})
+    plain = {i: tuple(t.shape) for i, t in arrival.tensors if not isinstance(t, DTensor)}
+    everyone = world.exchange((arrival.outline(), plain))
     by_part = [everyone[mesh.rank(_first_at(mesh, index))] for index in range(mesh.axis_size("dp"))]
-    layouts: dict[int, Any] = {}
+    for rank, theirs in enumerate(everyone):
+        if theirs[0] != everyone[0][0]:
+            raise InputError(f"rank {rank} passes inputs of another structure or dtype than rank 0")
+        part = by_part[mesh.coords(rank)[mesh.axes.index("dp")]]
+        if theirs != part:
+            raise InputError(f"rank {rank} passes inputs of shapes {theirs[1]} where its data rank passes {part[1]}")
+    parts = [shapes for _, shapes in by_part]
+    first = next((i for i, shape in plain.items() if shape), -1)
+    layouts: dict[int, Layout] = {}
     shapes: dict[int, tuple[int, ...]] = {}
-    for i in split_leaves(arrival):
-        if i in whole:
+    for i, shape in plain.items():
+        rows = [part[i][0] if part[i] else -1 for part in parts]
+        if first < 0 or rows != [part[first][0] for part in parts]:
             continue
-        rows = [part[i][0] if part.get(i) else -1 for part in by_part]
         total = sum(rows)
         wanted = [chunk(total, len(rows), index)[1] for index in range(len(rows))]
         if rows != wanted:
@@ -206,23 +211,13 @@ def local_batch(
                 f"the data ranks pass {rows} rows of {arrival.names[i]}; {total} rows are split as {wanted}: give "
                 "every data rank that many, or drop the last incomplete batch"
             )
-        shapes[i] = (total, *arrival.leaves[i].shape[1:])
+        shapes[i] = (total, *shape[1:])
         layouts[i] = batch_layout(shapes[i], mesh)
-    for rank, theirs in enumerate(everyone):
-        part = by_part[mesh.coords(rank)[mesh.axes.index("dp")]]
-        if theirs != part:
-            raise InputError(f"rank {rank} passes inputs of shapes {theirs} where its data rank passes {part}")
     return layouts, shapes
 
 
 def _first_at(mesh: Mesh, index: int) -> tuple[int, ...]:
     return tuple(index if axis == "dp" else 0 for axis in mesh.axes)
-
-
-def split_leaves(arrival: Arrival) -> list[int]:
-    """Positions of the tensors that look like parts of the batch: as many rows as the first tensor that has rows."""
-    plain = [(i, t) for i, t in arrival.tensors if t.dim() and not isinstance(t, DTensor)]
-    return [i for i, t in plain if t.shape[0] == plain[0][1].shape[0]]
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -234,9 +229,9 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def equal_everywhere(arrival: Arrival, world: World) -> list[int]:
-    """Positions of the tensors whose values are equal on all ranks."""
+    """Positions of the tensors whose values are known and equal on all ranks."""
     everyone = world.exchange([(i, digest(t)) for i, t in arrival.tensors])
-    return [i for n, (i, mine) in enumerate(everyone[0]) if all(theirs[n][1] == mine for theirs in everyone)]
+    return [i for n, (i, one) in enumerate(everyone[0]) if one and all(other[n][1] == one for other in everyone)]
 
 
 def check_values(arrival: Arrival, world: World, mesh: Mesh | None, parts: Sequence[int]) -> None:

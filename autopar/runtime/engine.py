@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.cost_models.errors import CaptureError, RuntimeStateError
-from autopar.passes.base import Mesh
+from autopar.cost_models.errors import CaptureError, InputError, RuntimeStateError
+from autopar.passes.base import Mesh, StepGraph
+from autopar.passes.placement import Layout
 from autopar.plan import Plan
 from autopar.runtime.arrivals import (
     Arrival,
@@ -21,6 +23,7 @@ from autopar.runtime.arrivals import (
     check_values,
     dtensor_layouts,
     equal_everywhere,
+    input_layouts,
     local_batch,
 )
 from autopar.runtime.bind import group_names
@@ -45,8 +48,18 @@ Key = list[Any]
 class Pipeline(Protocol):
     """Makes a program for one kind of call; all ranks call it alike."""
 
-    def __call__(self, call: GlobalCall, plan: Plan | None) -> Compiled:
-        """Capture the call and lower it, under the layouts of ``plan`` where there is one already."""
+    def capture(self, call: GlobalCall) -> StepGraph:
+        """The step of one device that makes this call."""
+        ...
+
+    def build(self, step: StepGraph, inputs: Mapping[str, Layout], plan: Plan | None) -> Compiled:
+        """Plan the step and lower it for this rank.
+
+        Args:
+            step: what was captured.
+            inputs: how inputs lie of which ranks hold parts, by name.
+            plan: the plan by which the model is laid out already, or None.
+        """
         ...
 
 
@@ -233,27 +246,52 @@ class Engine:
         try:
             if self.local_mesh is None:
                 check_equal(arrival, self.world)
-                return self._run_pipeline(arrival, layouts, {}), layouts
-            parts, shapes = local_batch(arrival, self.world, self.local_mesh, whole=())
-            try:
-                return self._run_pipeline(arrival, layouts | parts, shapes), layouts | parts
-            except CaptureError:
-                # A tensor with as many rows as the batch need not be a part of it: a mask of [length, length].
-                whole = equal_everywhere(arrival, self.world)
-                if not set(whole) & set(parts):
-                    raise
-                parts, shapes = local_batch(arrival, self.world, self.local_mesh, whole=whole)
-                return self._run_pipeline(arrival, layouts | parts, shapes), layouts | parts
+                return self._build(self._capture(arrival, layouts, {}), arrival, layouts), layouts
+            parts, shapes = local_batch(arrival, self.world, self.local_mesh)
+            step, parts = self._capture_parts(arrival, layouts, parts, shapes)
+            return self._build(step, arrival, layouts | parts), layouts | parts
         except CaptureError as error:
             difference = arrival.differences(self._first_names) if self._first_names else ""
             if not difference:
                 raise
             raise CaptureError(f"{error} (this call {difference}, unlike the one that was compiled)") from error
 
-    def _run_pipeline(self, arrival: Arrival, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]]) -> Compiled:
-        call = arrival.as_global(layouts, shapes, self.groups)
+    def _capture_parts(
+        self, arrival: Arrival, layouts: LeafLayouts, parts: dict[int, Layout], shapes: Mapping[int, tuple[int, ...]]
+    ) -> tuple[StepGraph, dict[int, Layout]]:
+        """The step on the global batch, and which inputs turned out to be parts of it.
+
+        An input with as many rows as the batch need not be a part of it: a mask of [length, length].  One that all data
+        ranks pass alike may be either; what the model does with it decides.
+
+        Raises:
+            InputError: the model works both ways.
+        """
+        alike = set(parts).intersection(equal_everywhere(arrival, self.world))
+        alike = {i for i in alike if arrival.leaves[i].shape[0] > 1}
+        if not alike or alike == set(parts):
+            return self._capture(arrival, {**layouts, **parts}, shapes), parts
+        fewer = {i: layout for i, layout in parts.items() if i not in alike}
+        try:
+            whole = self._capture(arrival, {**layouts, **fewer}, {i: shapes[i] for i in fewer})
+        except CaptureError:
+            return self._capture(arrival, {**layouts, **parts}, shapes), parts
+        with contextlib.suppress(CaptureError):
+            self._capture(arrival, {**layouts, **parts}, shapes)
+            some = ", ".join(arrival.names[i] for i in sorted(alike))
+            raise InputError(
+                f"all data ranks pass the same {some}, with as many rows as their part of the batch: it may be a part "
+                "or a whole. Pass a DTensor (Shard(0) or Replicate()), make it a buffer of the model, or use "
+                'batch="global"'
+            )
+        return whole, fewer
+
+    def _capture(self, arrival: Arrival, layouts: LeafLayouts, shapes: Mapping[int, tuple[int, ...]]) -> StepGraph:
         with open_hooks(self.model), self.state.complete():
-            return self.pipeline(call, self.plan)
+            return self.pipeline.capture(arrival.as_global(layouts, shapes))
+
+    def _build(self, step: StepGraph, arrival: Arrival, layouts: LeafLayouts) -> Compiled:
+        return self.pipeline.build(step, input_layouts(arrival, layouts, self.groups), self.plan)
 
     def _keep(self, key: Key, compiled: Compiled, layouts: LeafLayouts) -> Entry:
         """Make the program's groups and its runner, and put it into the cache in place of the least recently made."""

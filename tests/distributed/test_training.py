@@ -327,21 +327,32 @@ class Masked(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 6)
 
-    def forward(self, x, mask):  # [batch, length, 6], [length, length]
-        return (mask @ self.layer(x)).square().mean()
+    def forward(self, x, mask, kinds):  # [batch, length, 6], [length, length], [batch]
+        scores = self.layer(x) @ x.transpose(1, 2) + mask
+        return (scores.softmax(-1).square().sum((1, 2)) * kinds).sum()
 
 
 def local_mask():
     torch.manual_seed(0)
-    plain, x, mask = Masked(), torch.randn(8, 4, 6), torch.ones(4, 4).tril()
-    mine = x.chunk(2)[dist.get_rank()]  # 4 rows: as many as the mask has
-    compiled = autopar.compile(copy.deepcopy(plain), (mine, mask), constraints=autopar.Constraints(dp=2), batch="local")
-    wanted = plain(x, mask)
+    plain, x, mask, kinds = Masked(), torch.randn(8, 4, 6), torch.ones(4, 4).tril(), torch.arange(8.0)
+    own = lambda t: t.chunk(2)[dist.get_rank()]  # noqa: E731
+    mine = own(x)  # 4 rows: as many as the mask has
+    compiled = autopar.compile(
+        copy.deepcopy(plain), (mine, mask, own(kinds)), constraints=autopar.Constraints(dp=2), batch="local"
+    )
+    wanted = plain(x, mask, kinds)
     wanted.backward()
-    loss = compiled(mine, mask)
+    loss = compiled(mine, mask, own(kinds))
     loss.backward()
     torch.testing.assert_close(loss, wanted)
     assert_same(compiled, plain)
+
+    class Counting(nn.Linear):
+        def forward(self, x, counts):
+            return super().forward(x).sum() * counts.sum()
+
+    with pytest.raises(InputError, match=r"all data ranks pass the same args\[1\]"):
+        autopar.compile(Counting(6, 1), (mine, torch.ones(4)), constraints=autopar.Constraints(dp=2), batch="local")
 
 
 def test_a_mask_with_as_many_rows_as_the_batch_is_not_split(ranks):
