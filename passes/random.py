@@ -66,21 +66,34 @@ def lower_exact(ctx: LocalContext) -> Any:
     """Draw the whole tensor in the single-device order, then narrow."""
     call = ctx.call
     # In a pipeline every stage makes all draws, so that each finds the generator where one device would have it.
-    if not ctx.split_factors and MICROBATCHES not in ctx.axes:
+    if not ctx.split_factors and MICROBATCHES not in ctx.axes and drawn_in_order(ctx):
         return ctx.emit_unchanged()
     if call.op is torch.ops.aten.native_dropout.default:
-        x = ctx.tensor(0)
-        shape = list(call.shapes[0])
-        value = x.meta["val"]
-        whole = ctx.emit("empty.memory_format", shape, dtype=value.dtype, device=value.device)
-        drawn = ctx.emit(call.op, whole, call["p"], call["train"])
+        drawn = ctx.emit(call.op, whole_argument(ctx, 0), call["p"], call["train"])
         mask = ctx.narrow_output(ctx.emitter.getitem(drawn, 1), 1)
         p = call["p"]
         scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
-        return ctx.emit("mul.Scalar", ctx.emit("mul.Tensor", x, mask), scale), mask
-    if call.tensors:
-        # Only the shape of the argument matters: draws whose parameters are tensors have rows that are never split.
-        value = call.tensors[0].meta["val"]
-        whole = ctx.emit("empty.memory_format", list(call.shapes[0]), dtype=value.dtype, device=value.device)
-        ctx.tensors[0] = whole
+        return ctx.emit("mul.Scalar", ctx.emit("mul.Tensor", ctx.tensor(0), mask), scale), mask
+    if call.tensors and not ctx.row.nosplit.issuperset(ctx.row.sizes):
+        # Only the shape of the argument matters: draws that read their arguments have rows that are never split.
+        ctx.tensors[0] = whole_argument(ctx, 0)
+    elif not drawn_in_order(ctx):
+        ctx.tensors = [ctx.emit("copy", whole_argument(ctx, i), t) for i, t in enumerate(ctx.tensors)]
     return ctx.narrow_output(ctx.emit_unchanged(), 0)
+
+
+def drawn_in_order(ctx: LocalContext) -> bool:
+    """Whether the arguments lie in memory as one device's do: numbers are drawn in the order of memory."""
+    return all(
+        local.meta["val"].stride() == source.meta["val"].stride()
+        for local, source in zip(ctx.tensors, ctx.call.tensors, strict=True)
+    )
+
+
+def whole_argument(ctx: LocalContext, index: int) -> fx.Node:
+    """An empty tensor of the global shape and strides of a tensor argument."""
+    value = ctx.call.tensors[index].meta["val"]
+    shape, strides = list(value.shape), list(value.stride())
+    if value.is_contiguous():
+        return ctx.emit("empty.memory_format", shape, dtype=value.dtype, device=value.device)
+    return ctx.emit("empty_strided", shape, strides, dtype=value.dtype, device=value.device)

@@ -53,7 +53,7 @@ def with_addend(text: str, target: str) -> Any:
         offset = len(dims) - len(addend)
         first = " ".join("1" if size == 1 else dims[i + offset] for i, size in enumerate(addend))
         row = parse_row(f"{first}, {left} -> {right} | sum k | linear 0 1 / 0 2", call.shapes)
-        return row.with_(addends={0: frozenset({"k"})})
+        return row.with_(addends={0: frozenset(row.reduce)})
 
     return rule
 
@@ -64,7 +64,9 @@ addmv_row = with_addend("m k, k -> m", "m")
 addbmm_row = with_addend("b m k, b k n -> m n | sum b", "m n")
 
 
-def conv_pieces(call: Call, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[dict[str, tuple[tuple[str, ...], ...]], dict[str, int]]:
+def conv_pieces(
+    call: Call, x: tuple[int, ...], w: tuple[int, ...]
+) -> tuple[dict[str, tuple[tuple[str, ...], ...]], dict[str, int]]:
     """Dims of input, weight and output of a (transposed) convolution: n, (g ci), (g co), spatial and kernel factors."""
     groups, transposed = call["groups"], call["transposed"]
     spatial = len(x) - 2

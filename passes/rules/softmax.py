@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autopar.passes.rules.row import Call, Dims, Row
 from autopar.passes.rules.views import dims_of
 
 if TYPE_CHECKING:
     from autopar.passes.lowering import LocalContext
+
+NONE, MEAN = 0, 1  # torch's numbers of reductions
+NARROW = (torch.float16, torch.bfloat16)
 
 
 def softmax_row(call: Call) -> Row:
@@ -31,8 +36,8 @@ def lower_softmax(ctx: LocalContext) -> Any:
     factors = list(ctx.row.inputs[0][dim])
     logarithm = "log" in call.op._schema.name
     x = ctx.tensor(0)
-    if call.args.get("half_to_float"):
-        x = ctx.emit("_to_copy", x, dtype=(call.outputs[0]).dtype)  # type: ignore[union-attr]
+    if x.meta["val"].dtype in NARROW:
+        x = ctx.emit("_to_copy", x, dtype=torch.float32)  # as the fused kernel does inside
     top = ctx.all_reduce(ctx.emit("amax", x, [dim], keepdim=True), "max", factors)
     if "safe" in call.op._schema.name:
         # A row of -inf is all zeros in the safe form: 0 / 0 is avoided by a finite maximum and a sum of at least tiny.
@@ -41,10 +46,10 @@ def lower_softmax(ctx: LocalContext) -> Any:
     grown = ctx.emit("exp", shifted)
     total = ctx.all_reduce(ctx.emit("sum.dim_IntList", grown, [dim], keepdim=True), "sum", factors)
     if logarithm:
-        return ctx.emit("sub.Tensor", shifted, ctx.emit("log", total))
+        return ctx.cast_like_output(ctx.emit("sub.Tensor", shifted, ctx.emit("log", total)), 0)
     if "safe" in call.op._schema.name:
         total = ctx.emit("masked_fill.Scalar", total, ctx.emit("eq.Scalar", total, 0), 1)
-    return ctx.emit("div.Tensor", grown, total)
+    return ctx.cast_like_output(ctx.emit("div.Tensor", grown, total), 0)
 
 
 def softmax_backward_row(call: Call) -> Row:
@@ -67,6 +72,8 @@ def lower_softmax_backward(ctx: LocalContext) -> Any:
     dim = call["dim"] % len(call.shapes[0])
     factors = list(ctx.row.inputs[0][dim])
     grad, output = ctx.tensor(0), ctx.tensor(1)
+    if output.meta["val"].dtype in NARROW:
+        grad, output = (ctx.emit("_to_copy", t, dtype=torch.float32) for t in (grad, output))
     if "log" in call.op._schema.name:
         total = ctx.all_reduce(ctx.emit("sum.dim_IntList", grad, [dim], keepdim=True), "sum", factors)
         out = ctx.emit("sub.Tensor", grad, ctx.emit("mul.Tensor", ctx.emit("exp", output), total))
@@ -94,22 +101,22 @@ def nll_forward_row(call: Call) -> Row:
     The mean is rewritten by ``passes/normalize.py`` as a sum over the total weight, which is itself a sum.
     """
     full, target, sizes = nll_dims(call)
-    mean, none = call["reduction"] == 1, call["reduction"] == 0
-    classes = ("v",) if "v" in sizes else ()
+    mean, none = call["reduction"] == MEAN, call["reduction"] == NONE
     inputs: list[Dims] = [full, target]
     if call.has("weight"):
-        inputs.append((classes,))
-    rest = frozenset(f for f in sizes if f != "v")
-    can_lower = bool(classes) and not call.has("weight")
+        inputs.append((("v",) if "v" in sizes else (),))
+    # Without weights the count of valid targets is whole on ranks that split the classes.
+    counted = {} if call.has("weight") and not none else {"v": frozenset({1})}
+    rest = [f for f in sizes if f != "v"]
     return Row(
         inputs=tuple(inputs),
         outputs=(target if none else (), ()),
         sizes=sizes,
-        reduce=dict.fromkeys((*rest, *classes), "sum"),
-        complete={"v": frozenset({1})} | ({f: frozenset({1}) for f in rest} if none else {}),
-        nosplit=(rest if mean else frozenset()) | (frozenset() if can_lower else frozenset(classes)),
-        whole=frozenset(classes),
-        lowerings={"v": lower_nll_forward} if can_lower else {},
+        reduce=dict.fromkeys(sizes, "sum"),
+        complete=counted | (dict.fromkeys(rest, frozenset({1})) if none else {}),
+        nosplit=frozenset(sizes) if mean else frozenset(),
+        whole=frozenset({"v"}),
+        lowerings={"v": lower_nll_forward},
     )
 
 
@@ -128,38 +135,44 @@ def class_position(call: Call) -> int:
 
 
 def lower_nll_forward(ctx: LocalContext) -> Any:
-    """Each rank adds the log probabilities of the targets it holds; the loss is Partial, the weight is whole."""
+    """Each rank adds the log probabilities of the targets it holds: the loss is Partial."""
     call = ctx.call
     x, target = ctx.tensor(0), ctx.tensor(1)
     index, held = local_targets(ctx, target)
     position = class_position(call)
     gathered = ctx.emit("gather", x, position, ctx.emit("unsqueeze", index, position))
     picked = ctx.emit("neg", ctx.emit("squeeze.dim", gathered, position))
+    if call.has("weight"):
+        share = weights_of(ctx, ctx.tensor(2), index, held)
+        picked = ctx.emit("mul.Tensor", picked, share)
+    else:
+        share = ctx.emit("_to_copy", ctx.emit("ne.Scalar", target, call["ignore_index"]), dtype=x.meta["val"].dtype)
     picked = ctx.emit("masked_fill.Scalar", picked, ctx.emit("logical_not", held), 0)
-    counted = ctx.emit("_to_copy", ctx.emit("ne.Scalar", target, call["ignore_index"]), dtype=x.meta["val"].dtype)
-    weight = ctx.emit("sum", counted)
-    return (picked if call["reduction"] == 0 else ctx.emit("sum", picked)), weight
+    return (picked if call["reduction"] == NONE else ctx.emit("sum", picked)), ctx.emit("sum", share)
+
+
+def weights_of(ctx: LocalContext, weight: Any, index: Any, held: Any) -> Any:
+    """The weights of the targets that this rank holds, zero for the others."""
+    found = ctx.emit("index.Tensor", weight, [index])
+    return ctx.emit("masked_fill.Scalar", found, ctx.emit("logical_not", held), 0)
 
 
 def nll_backward_row(call: Call) -> Row:
     """nll_loss_backward and nll_loss2d_backward with reduction none or sum: linear in the gradient."""
     full, target, sizes = nll_dims(call)
-    mean, none = call["reduction"] == 1, call["reduction"] == 0
-    classes = ("v",) if "v" in sizes else ()
+    mean, none = call["reduction"] == MEAN, call["reduction"] == NONE
     inputs: list[Dims] = [target if none else (), full, target]
     if call.has("weight"):
-        inputs.append((classes,))
+        inputs.append((("v",) if "v" in sizes else (),))
     inputs.append(())
-    rest = frozenset(f for f in sizes if f != "v")
-    can_lower = bool(classes) and not call.has("weight")
     return Row(
         inputs=tuple(inputs),
         outputs=(full,),
         sizes=sizes,
-        nosplit=(rest if mean else frozenset()) | (frozenset() if can_lower else frozenset(classes)),
+        nosplit=frozenset(sizes) if mean else frozenset(),
         linear=(frozenset({0}),),
-        whole=frozenset(classes),
-        lowerings={"v": lower_nll_backward} if can_lower else {},
+        whole=frozenset({"v"}),
+        lowerings={"v": lower_nll_backward},
     )
 
 
@@ -169,7 +182,11 @@ def lower_nll_backward(ctx: LocalContext) -> Any:
     grad, x, target = ctx.tensor(0), ctx.tensor(1), ctx.tensor(2)
     index, held = local_targets(ctx, target)
     position = class_position(call)
-    value = ctx.emit("mul.Tensor", ctx.emit("neg", grad), ctx.emit("_to_copy", held, dtype=grad.meta["val"].dtype))
+    if call.has("weight"):
+        share = weights_of(ctx, ctx.tensor(3), index, held)
+    else:
+        share = ctx.emit("_to_copy", held, dtype=grad.meta["val"].dtype)
+    value = ctx.emit("mul.Tensor", ctx.emit("neg", grad), share)
     zeros = ctx.emit("full", list(x.meta["val"].shape), 0, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
     return ctx.emit(
         "scatter.src", zeros, position, ctx.emit("unsqueeze", index, position), ctx.emit("unsqueeze", value, position)
@@ -181,7 +198,7 @@ def elementwise_loss_row(call: Call) -> Row:
     backward = "backward" in call.op._schema.name
     pivot = call.shape("self")
     dims, sizes = dims_of(pivot)
-    none, mean = call["reduction"] == 0, call["reduction"] == 1
+    none, mean = call["reduction"] == NONE, call["reduction"] == MEAN
 
     def described(shape: tuple[int, ...]) -> Dims:
         offset = len(dims) - len(shape)

@@ -293,6 +293,9 @@ RULES: Mapping[str, Rule] = {
     "aten::normal_functional": factories.random_factory_row,
     "aten::uniform": factories.random_factory_row,
     "aten::exponential": factories.random_factory_row,
+    "aten::cauchy": factories.random_factory_row,
+    "aten::geometric": factories.random_factory_row,
+    "aten::log_normal": factories.random_factory_row,
     "aten::poisson": factories.whole_random_row,
     "aten::randperm": factories.whole_random_row,
     "aten::multinomial": factories.whole_random_row,
@@ -319,11 +322,13 @@ class RuleTable:
         rule = self._rules.get(op_name(call.op))
         if rule is not None:
             return rule(call)
-        return pointwise.pointwise_row(call) if pointwise.is_pointwise(call.op) and call.outputs[0] is not None else None
+        return (
+            pointwise.pointwise_row(call) if pointwise.is_pointwise(call.op) and call.outputs[0] is not None else None
+        )
 
 
 def op_name(op: OpOverload) -> str:
-    """"aten::add.Tensor" of ``torch.ops.aten.add.Tensor``.
+    """ "aten::add.Tensor" of ``torch.ops.aten.add.Tensor``.
 
     >>> import torch
     >>> op_name(torch.ops.aten.add.Tensor), op_name(torch.ops.aten.mm.default)

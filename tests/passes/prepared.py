@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Ready:
         labels: Mapping[str, Sequence[str]] | None = None,
         storage: Mapping[str, Layout] | None = None,
         rng: str = "exact",
-        **options: Any,
+        **options: object,
     ) -> list[Program]:
         """Programs with the named calls split as told (a label an axis), all others whole."""
         choices = {}
@@ -65,7 +65,7 @@ class Ready:
         assert report.ok, report.text()
 
 
-def ready(model: nn.Module, *args: Any, split_batch: bool = True, **options: Any) -> Ready:
+def ready(model: nn.Module, *args: object, split_batch: bool = True, **options: object) -> Ready:
     """Capture one call of ``model``; its output's sum of squares is the loss unless it is a loss already."""
     loss_fn = options.pop("loss_fn", lambda out: out if out.dim() == 0 else out.square().sum())
     step = capture(model, args, loss_fn=loss_fn, **options)
@@ -91,11 +91,11 @@ def mesh_of(*sizes: int) -> Mesh:
 class Lambda(nn.Module):
     """A function of parameters and inputs as a module."""
 
-    def __init__(self, function: Any, **parameters: torch.Tensor) -> None:
+    def __init__(self, function: Callable[..., Any], **parameters: torch.Tensor) -> None:
         super().__init__()
         self.function = function
         for name, value in parameters.items():
             self.register_parameter(name, nn.Parameter(value))
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: object) -> object:
         return self.function(self, *args)

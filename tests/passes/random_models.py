@@ -54,7 +54,8 @@ class Mlp(Block):
         h, bias = self.sizes.width, rnd.random() < 0.5
         inner = rnd.choice((h, 2 * h, 5, 3 * self.sizes.heads))
         self.up, self.down = nn.Linear(h, inner, bias=bias), nn.Linear(inner, h, bias=rnd.random() < 0.5)
-        self.act = rnd.choice((F.gelu, F.relu, F.silu, torch.tanh, F.softplus, F.elu, F.hardswish, F.mish, F.leaky_relu))
+        acts = (F.gelu, F.relu, F.silu, torch.tanh, F.softplus, F.elu, F.hardswish, F.mish, F.leaky_relu)
+        self.act = rnd.choice(acts)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x)))
@@ -148,8 +149,11 @@ class Attention(Block):
         if self.mask == "heads":
             return self.relative.unsqueeze(0)
         if self.mask == "keys":
-            return (torch.arange(t) < t - 1).logical_or(torch.arange(t) == 0).view(1, 1, 1, t).expand(
-                self.sizes.batch, 1, t, t
+            return (
+                (torch.arange(t) < t - 1)
+                .logical_or(torch.arange(t) == 0)
+                .view(1, 1, 1, t)
+                .expand(self.sizes.batch, 1, t, t)
             )
         return None
 
@@ -211,7 +215,8 @@ class Statistics(Block):
     """A reduction over some dims, put back by broadcasting."""
 
     def draw(self, rnd: Random) -> None:
-        self.how = rnd.choice(("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "norm", "max", "prod", "median"))
+        ways = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "norm", "max", "prod", "median")
+        self.how = rnd.choice(ways)
         self.dims = rnd.choice(((0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)))
         if self.how in ("max", "prod", "median"):
             self.dims = self.dims[:1]
@@ -237,8 +242,28 @@ class Moves(Block):
 
     def draw(self, rnd: Random) -> None:
         self.how = rnd.choice(
-            ("roll", "flip", "pad", "shift", "cat_slices", "stack", "cross", "swap", "flatten", "repeat", "expand",
-             "unbind", "even_odd", "heads_out", "unfold", "diagonal", "tril", "narrow_cat", "slice_add", "movedim")
+            (
+                "roll",
+                "flip",
+                "pad",
+                "shift",
+                "cat_slices",
+                "stack",
+                "cross",
+                "swap",
+                "flatten",
+                "repeat",
+                "expand",
+                "unbind",
+                "even_odd",
+                "heads_out",
+                "unfold",
+                "diagonal",
+                "tril",
+                "narrow_cat",
+                "slice_add",
+                "movedim",
+            )
         )
         self.dim = rnd.choice((0, 1, 2))
         self.scale = nn.Parameter(torch.randn(self.sizes.width))
@@ -320,8 +345,22 @@ class Lookups(Block):
 
     def draw(self, rnd: Random) -> None:
         self.how = rnd.choice(
-            ("gather", "index", "index_select", "topk", "scatter", "scatter_add", "index_put", "index_add", "sort",
-             "where", "one_hot", "cumsum", "argmax", "pairs")
+            (
+                "gather",
+                "index",
+                "index_select",
+                "topk",
+                "scatter",
+                "scatter_add",
+                "index_put",
+                "index_add",
+                "sort",
+                "where",
+                "one_hot",
+                "cumsum",
+                "argmax",
+                "pairs",
+            )
         )
         self.dim = rnd.choice((0, 1, 2))
         self.table = nn.Parameter(torch.randn(self.sizes.vocab, self.sizes.width))
@@ -442,8 +481,21 @@ class Softmaxes(Block):
 
 
 BLOCKS = (
-    Mlp, GatedMlp, Norm, Norm, Attention, Attention, Convolution, Statistics, Moves, Moves, Lookups, Lookups, Products,
-    Noise, Softmaxes,
+    Mlp,
+    GatedMlp,
+    Norm,
+    Norm,
+    Attention,
+    Attention,
+    Convolution,
+    Statistics,
+    Moves,
+    Moves,
+    Lookups,
+    Lookups,
+    Products,
+    Noise,
+    Softmaxes,
 )
 
 
@@ -465,7 +517,8 @@ class Head(Block):
 
     def draw(self, rnd: Random) -> None:
         s = self.sizes
-        self.how = rnd.choice(("classes", "classes", "classes", "pooled", "square", "binary", "nll", "contrast", "huber"))
+        ways = ("classes", "classes", "classes", "pooled", "square", "binary", "nll", "contrast", "huber")
+        self.how = rnd.choice(ways)
         self.project = nn.Linear(s.width, s.vocab, bias=rnd.random() < 0.5)
         self.ignore, self.reduction = rnd.random() < 0.5, rnd.choice(("mean", "mean", "sum"))
         self.weighted, self.smooth = rnd.random() < 0.3, rnd.choice((0.0, 0.0, 0.1))

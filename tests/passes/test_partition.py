@@ -20,18 +20,16 @@ COLUMN, ROW = (Shard(1, 1, 2),), (Shard(0, 1, 2),)
 
 def two_linears(batch=4):
     """relu(x @ up) @ down with the hidden width split wherever it appears."""
-    model = Lambda(
-        lambda m, x: torch.relu(x @ m.up) @ m.down, up=torch.randn(6, 8), down=torch.randn(8, 6)
-    )
+    model = Lambda(lambda m, x: torch.relu(x @ m.up) @ m.down, up=torch.randn(6, 8), down=torch.randn(8, 6))
     prepared = ready(model, torch.randn(batch, 6, requires_grad=True))
     labels = {}
     for node in prepared.rows:
         values = [*prepared.space.tensors[node], node]
+        splits = [(c, zip(values, (*c.inputs, *c.outputs), strict=True)) for c in prepared.space.choices(node, 2)]
         wide = [
             c.label
-            for c in prepared.space.choices(node, 2)
-            if c.factor
-            and all(p == REPLICATE or v.meta["val"].shape[p.dim] == 8 for v, p in zip(values, (*c.inputs, *c.outputs), strict=True) if p != PARTIAL)
+            for c, placed in splits
+            if c.factor and all(v.meta["val"].shape[p.dim] == 8 for v, p in placed if p not in (PARTIAL, REPLICATE))
         ]
         if wide:
             labels[node.name] = wide[:1]

@@ -92,11 +92,15 @@ def test_a_local_view_has_the_local_size_once_its_units_are_cut(data):
 
 
 def test_a_view_around_no_shard_is_refused():
-    with pytest.raises(PartitionError, match="axis 0 of .* is not a shard"):
+    with pytest.raises(PartitionError, match=r"axis 0 of .* is not a shard"):
         local_view((4,), (REPLICATE,), 0, (2,), (0,))
 
 
 def test_placements_print_briefly():
     assert [str(p) for p in (REPLICATE, PARTIAL, Partial("max"), Shard(1, 1, 2), Shard(0, 3, 2))] == [
-        "R", "P(sum)", "P(max)", "S(1)", "S(0,3)",
+        "R",
+        "P(sum)",
+        "P(max)",
+        "S(1)",
+        "S(0,3)",
     ]

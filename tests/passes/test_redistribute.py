@@ -152,9 +152,8 @@ def test_every_rank_communicates_alike_whatever_it_holds():
     """Uneven parts are padded, so that shapes on the wire agree."""
     mesh = Mesh(axes=("x",), sizes=(4,))
     programs = move(torch.arange(7 * 3).view(7, 3), (Shard(0, 1, 7),), (REPLICATE,), mesh)
-    wire = {
-        tuple(n.args[0].meta["val"].shape) for p in programs for n in p.graph_module.graph.nodes if n.target in COLLECTIVES
-    }
+    sent = [n.args[0] for p in programs for n in p.graph_module.graph.nodes if n.target in COLLECTIVES]
+    wire = {tuple(n.meta["val"].shape) for n in sent}
     assert wire == {(1, 1, 2, 1, 3)}
 
 

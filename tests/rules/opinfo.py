@@ -1,0 +1,90 @@
+"""Samples of torch's own operator database as modules that can be captured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo
+from torch.utils import _pytree as pytree
+
+LOOKED_AT, LARGEST = 250, 20_000
+
+
+class Sample(nn.Module):
+    """One call of an operation: what varies are its tensors, the rest is fixed."""
+
+    def __init__(self, op: OpInfo, arguments: Any) -> None:
+        super().__init__()
+        self.op = op
+        self.leaves, self.spec = pytree.tree_flatten(arguments)
+        self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.leaves[i] for i in self.places]
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            # Operations of the database may write to their arguments; a step may not write to its batch.
+            leaves[place] = tensor.clone()
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.op.op(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        shown = [f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in self.leaves]
+        return f"{full_name(self.op)}({', '.join(shown)})"
+
+
+def full_name(op: OpInfo) -> str:
+    return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+
+
+def operations() -> dict[str, OpInfo]:
+    """The database by name, in its order."""
+    return {full_name(op): op for op in op_db}
+
+
+def weight(sample: Sample) -> tuple[bool, int, int]:
+    """Samples with many dims that can be split come first, small ones before large ones, empty ones last."""
+    dims = sum(n > 1 for t in sample.tensors for n in t.shape)
+    return any(t.numel() == 0 for t in sample.tensors), -dims, sum(t.numel() for t in sample.tensors)
+
+
+def samples(op: OpInfo, limit: int) -> list[Sample]:
+    """At most ``limit`` samples of float32 (or what comes nearest): the first one, and those with the most dims.
+
+    Of samples with the same shapes only the first is taken while there are others.
+    """
+    found = list(islice(_usable(op), LOOKED_AT))
+    seen: dict[tuple[torch.Size, ...], int] = {}
+    turns = []
+    for sample in sorted(found[1:], key=weight):
+        shapes = tuple(t.shape for t in sample.tensors)
+        seen[shapes] = seen.get(shapes, -1) + 1
+        turns.append(seen[shapes])
+    rest = [s for _, s in sorted(zip(turns, sorted(found[1:], key=weight), strict=True), key=lambda pair: pair[0])]
+    return [*found[:1], *rest][:limit]
+
+
+def dtype_of(op: OpInfo) -> torch.dtype:
+    kinds = op.supported_dtypes("cpu")
+    return next(d for d in (torch.float32, torch.int64, torch.complex64, *sorted(kinds, key=str)) if d in kinds)
+
+
+def _usable(op: OpInfo) -> Iterator[Sample]:
+    dtype = dtype_of(op)
+    grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        for given in islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 500):
+            sample = Sample(op, ((given.input, *given.args), given.kwargs))
+            if all(t.numel() <= LARGEST for t in sample.tensors):
+                yield sample

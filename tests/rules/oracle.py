@@ -1,0 +1,157 @@
+"""The oracle of rules: wrong splits, and right ones that no rule offers.
+
+A split is wrong where the operation, run on the parts as a rule says, does not give what it gives whole.  A split is
+missing where the plain operation gives the right parts for parts of its inputs, and no rule says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+
+import torch
+
+from autopar.passes.base import Mesh
+from autopar.passes.options import Choice
+from autopar.passes.placement import REPLICATE, Partial, Placement, Shard, can_split, make_shard
+from autopar.passes.torch_ops import resolve
+from autopar.verify.compare import difference, magnitude, shard_tensor
+from tests.rules.calls import Recorded
+from tests.rules.single import Single
+
+PAIR = Mesh(axes=("x",), sizes=(2,))
+TRIPLE = Mesh(axes=("x",), sizes=(3,))
+DRAWS, MORE_DRAWS, MOST_CANDIDATES = 2, 10, 2000
+
+
+def single(call: Recorded, seed: int = 0, *, shuffle: bool = False) -> Single:
+    """The call with fresh random numbers; with ``shuffle``, its integers in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    args, kwargs = call.make(generator)
+    made = Single(resolve(call.op.removeprefix("aten::")), args, kwargs)
+    if shuffle:
+        made.tensors = [shuffled(t, generator) for t in made.tensors]
+    return made
+
+
+def shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    order = torch.randperm(tensor.numel(), generator=generator)
+    return tensor.reshape(-1)[order].reshape(tensor.shape)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal but for rounding (of the coarser of the dtypes), NaN where NaN."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    if not (want.is_floating_point() or want.is_complex()):
+        return torch.equal(got, want)
+    return difference(got, want) <= 200 * torch.finfo(want.dtype).eps * max(magnitude(want), 1e-3)
+
+
+def wrong_splits(call: Recorded) -> Iterator[str]:
+    """What is wrong with the choices offered for a call, on 2 and 3 ranks, contiguous and strided."""
+    made = single(call)
+    want = made.run([t.clone() for t in made.tensors])
+    for mesh in (PAIR, TRIPLE):
+        for choice in made.space.choices(made.node, mesh.size):
+            for strided in (False, True):
+                got = made.run_split(choice, mesh, strided=strided)
+                bad = [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if not close(g, w)]
+                if bad:
+                    yield f"{call}, {choice.label} on {mesh.size} ranks, strided {strided}: outputs {bad}"
+
+
+def candidates(made: Single) -> Iterator[tuple[Placement, ...]]:
+    """Placements of the inputs, each whole or split in one dim; dims that are split have one size."""
+    shapes = [tuple(t.shape) for t in made.tensors]
+    for size in sorted({n for shape in shapes for n in shape if can_split(n, PAIR.size)}):
+        split = make_shard(0, 1, size, PAIR.size).units
+        options = [[REPLICATE, *(Shard(d, 1, split) for d, n in enumerate(shape) if n == size)] for shape in shapes]
+        for chosen in islice(product(*options), MOST_CANDIDATES):
+            if any(isinstance(p, Shard) for p in chosen):
+                yield chosen
+
+
+def forms(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> set[Placement]:
+    """The placements under which the ranks' outputs make up the whole one."""
+    found: set[Placement] = set()
+    if all(close(p, whole) for p in parts):
+        found.add(REPLICATE)
+    if all(p.shape == whole.shape for p in parts) and whole.dtype != torch.bool:
+        if close(parts[0] + parts[1], whole):
+            found.add(Partial("sum"))
+        if not whole.is_complex() and close(torch.maximum(*parts), whole):
+            found.add(Partial("max"))
+        if not whole.is_complex() and close(torch.minimum(*parts), whole):
+            found.add(Partial("min"))
+    for dim in range(whole.dim()):
+        if all(p.dim() == whole.dim() for p in parts) and sum(p.shape[dim] for p in parts) == whole.shape[dim]:
+            others = [s for d, s in enumerate(whole.shape) if d != dim]
+            if all([s for d, s in enumerate(p.shape) if d != dim] == others for p in parts):
+                size = whole.shape[dim]
+                if can_split(size, 2) and close(torch.cat(list(parts), dim), whole):
+                    found.add(make_shard(dim, 1, size, 2))
+    return found
+
+
+def outcome(made: Single, chosen: Sequence[Placement]) -> list[set[Placement]] | None:
+    """What the outputs may be said to be when the plain operation runs on parts; None where it cannot run."""
+    try:
+        whole = made.run([t.clone() for t in made.tensors])
+        parts = [
+            made.run(
+                [shard_tensor(t, (p,), PAIR.sizes, (rank,)).clone() for t, p in zip(made.tensors, chosen, strict=True)]
+            )
+            for rank in range(PAIR.size)
+        ]
+    except (RuntimeError, IndexError, ValueError):  # torch refuses the shapes
+        return None
+    if any(len(p) != len(whole) for p in parts):
+        return None
+    return [forms(pair, w) for *pair, w in zip(*parts, whole, strict=True)]
+
+
+def missing_splits(call: Recorded) -> Iterator[str]:
+    """Splits that are right for the plain operation on many draws and that no choice offers."""
+    first = single(call)
+    offered = first.space.choices(first.node, PAIR.size)
+    draws = [first, *(single(call, seed, shuffle=True) for seed in range(1, DRAWS + MORE_DRAWS))]
+    for chosen in candidates(first):
+        found = agreed(draws[:DRAWS], chosen)
+        if not says_something(found) or any(covers(choice, chosen, found) for choice in offered):
+            continue
+        found = agreed(draws, chosen)  # small numbers may agree by chance
+        if says_something(found) and not any(covers(choice, chosen, found) for choice in offered):
+            outputs = ", ".join("|".join(sorted(map(str, f))) for f in found)
+            yield f"{call}: " + ", ".join(map(str, chosen)) + " -> " + outputs
+
+
+def agreed(draws: Sequence[Single], chosen: Sequence[Placement]) -> list[set[Placement]]:
+    """What holds of the outputs on all draws; nothing where the operation refuses."""
+    found: list[set[Placement]] = []
+    for made in draws:
+        now = outcome(made, chosen)
+        if now is None:
+            return []
+        found = [a & b for a, b in zip(found, now, strict=True)] if found else now
+        if not all(found):
+            return []
+    return found
+
+
+def says_something(found: Sequence[set[Placement]]) -> bool:
+    """Whether a split reaches the outputs: inputs that do not matter may be split in any way."""
+    return bool(found) and not all(REPLICATE in f for f in found)
+
+
+def covers(choice: Choice, chosen: Sequence[Placement], found: Sequence[set[Placement]]) -> bool:
+    """Whether an offered choice splits at least the inputs that a candidate splits, to an outcome that is right."""
+    inputs = all(a == b or a == REPLICATE for a, b in zip(chosen, choice.inputs, strict=True))
+    outputs = [o for o in choice.outputs if o is not None]
+    return (
+        inputs
+        and len(outputs) == len(found)
+        and all(o in f or f == {REPLICATE} for o, f in zip(outputs, found, strict=True))
+    )

@@ -1,0 +1,112 @@
+"""Writes ``calls.json``: calls of ATen operations met in torch's operator database and in random models.
+
+python -m tests.rules.record
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture import capture, flatten_call
+from autopar.errors import AutoparError
+from autopar.passes.base import StepGraph
+from autopar.passes.normalize import Normalize
+from autopar.passes.rules.table import op_name
+from autopar.passes.torch_ops import OpOverload
+from autopar.verify.values import model_values
+from tests.passes.random_models import random_model
+from tests.rules.calls import FILE, encode
+from tests.rules.opinfo import operations, samples
+from tests.rules.sweep import inputs_of
+
+KEPT, LARGEST, MODELS, SAMPLES = 4, 600, 60, 6
+
+
+class Recorder(fx.Interpreter):
+    """Runs a step and keeps the arguments of every call."""
+
+    def __init__(self, step: StepGraph) -> None:
+        super().__init__(step.graph_module)
+        self.found: list[tuple[str, Any, Any]] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and isinstance(n.target, OpOverload):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            self.found.append((op_name(n.target), args, kwargs))
+        return super().run_node(n)
+
+
+def steps() -> Iterator[tuple[StepGraph, Mapping[str, Any]]]:
+    """Captured steps with values for their inputs."""
+    for op in operations().values():
+        for sample in samples(op, SAMPLES):
+            try:
+                step = capture(sample, tuple(sample.tensors), training=any(t.requires_grad for t in sample.tensors))
+                values = inputs_of(step, sample)
+            except AutoparError:
+                continue
+            if values:
+                yield step, values
+    for seed in range(MODELS):
+        model, args = random_model(Random(seed))
+        step = capture(model, args)
+        values = model_values(step, model, flatten_call(args)[0])
+        yield step, {"seed[0]": torch.tensor(1.0)} | values
+
+
+def weight(call: Mapping[str, Any]) -> tuple[int, int]:
+    """Calls with many dims to split come first, small ones before large ones."""
+    shapes = [t["shape"] for t in tensors([*call["args"], *call["kwargs"].values()])]
+    even = sum(n > 1 for shape in shapes for n in shape)
+    return -even, sum(math.prod(shape) for shape in shapes)
+
+
+def tensors(items: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+    for item in items:
+        if isinstance(item, dict) and "shape" in item:
+            yield item
+        elif isinstance(item, list):
+            yield from tensors(item)
+
+
+def record() -> dict[str, list[dict[str, Any]]]:
+    """Calls by operation: of those met, the ones with most to split, all of different shapes."""
+    met: dict[str, dict[str, dict[str, Any]]] = {}
+    for step, values in steps():
+        for form in (step, Normalize()(step)):
+            recorder = Recorder(form)
+            with torch.no_grad():
+                recorder.run(*(values[s.name] for s in step.inputs), enable_io_processing=False)
+            for op, args, kwargs in recorder.found:
+                try:
+                    call = {"args": encode(args), "kwargs": {k: encode(v) for k, v in kwargs.items()}}
+                except TypeError:
+                    continue
+                shapes = [t["shape"] for t in tensors([*call["args"], *call["kwargs"].values()])]
+                if all(0 < math.prod(shape) <= LARGEST for shape in shapes):
+                    met.setdefault(op, {}).setdefault(str(shapes), call)
+    return {op: sorted(calls.values(), key=weight)[:KEPT] for op, calls in sorted(met.items())}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = record()
+    lines = [
+        f"  {json.dumps(op)}: [\n    " + ",\n    ".join(map(json.dumps, calls)) + "\n  ]" for op, calls in found.items()
+    ]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{sum(map(len, found.values()))} calls of {len(found)} operations in {FILE.name}")
+
+
+if __name__ == "__main__":
+    main()
