@@ -1,4 +1,4 @@
-"""Time and memory of planning Llama-3 70B for an 8 x 8 mesh: the model on meta, captured, split, one rank's program emitted.
+"""Time and memory of planning Llama-3 70B for an 8 x 8 mesh: captured on meta, split, one rank's program emitted.
 
     python tests/benchmarks/plan_llama70b.py [--json]
 
