@@ -133,6 +133,10 @@ class ParallelModule(nn.Module):
         else:
             setattr(self._original, name, value)
 
+    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - a container's key
+        """A layer of the original, where that is a container such as ``nn.Sequential``."""
+        return self._original[key]
+
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._original)})
 

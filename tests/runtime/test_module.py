@@ -435,6 +435,20 @@ def test_attributes_are_the_originals():
         copy.deepcopy(compiled)
 
 
+def test_layers_of_a_sequential_are_reached_by_number():
+    compiled = autopar.compile(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), (X,), loss_fn=torch.sum)
+    assert isinstance(compiled[0], nn.Linear)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_programs_run_through_torch_compile():
+    plain, compiled = pair(backend="aot_eager")
+    mse(plain(X), Y).backward()
+    compiled(X, targets=(Y,)).backward()
+    assert_same(grads(compiled), grads(plain))
+
+
 def test_moving_is_refused_unless_it_changes_nothing():
     _, compiled = pair()
     assert compiled.to("cpu").float() is compiled
