@@ -675,3 +675,40 @@ def two_modules():
 
 def test_modules_share_groups_and_nothing_else(ranks):
     ranks(2, two_modules)
+
+
+def adversaries(want):
+    torch.manual_seed(0)
+    make = lambda: (Floats(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))  # noqa: E731
+    generator, critic = make()
+    teacher = copy.deepcopy(generator)
+    z, real = torch.randn(4, 4), torch.randn(4, 4)
+    constraints = autopar.Constraints(**want)
+    ours = [autopar.compile(copy.deepcopy(m), (z,), constraints=constraints) for m in (generator, critic, teacher)]
+    theirs = [generator, critic, teacher]
+
+    def round_of(g, c, t):
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (g, c)]
+        for _ in range(2):
+            for m in (g, c):
+                m.zero_grad()
+            loss = c(real).mean() - c(g(z).detach()).mean()
+            loss.backward()
+            optimizers[1].step()
+            g.zero_grad()
+            c(g(z)).mean().backward()
+            optimizers[0].step()
+            with torch.no_grad():
+                student = dict(g.named_parameters())
+                for name, p in t.named_parameters():
+                    p.lerp_(student[name], 0.1)
+
+    round_of(*ours)
+    round_of(*theirs)
+    for mine, plain in zip(ours, theirs, strict=True):
+        assert_same(mine, plain)
+
+
+@pytest.mark.parametrize("want", [PLANS["dp"], PLANS["zero"]], ids=["dp", "zero"])
+def test_modules_feed_each_other_and_a_teacher_follows(ranks, want):
+    ranks(2, adversaries, want)
