@@ -48,7 +48,7 @@ PLACES = """
     upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward
     upsample_trilinear3d upsample_trilinear3d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
     _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward
-""".split()
+""".split()  # noqa: SIM905 - fifty names read better as text
 
 RULES: Mapping[str, Rule] = {
     # contractions
@@ -317,6 +317,14 @@ class RuleTable:
         else:
             self._rules[name] = row
 
+    def forget(self, name: str) -> None:
+        """Drop the rule of the operation called ``name``, if there is one."""
+        self._rules.pop(name, None)
+
+    def knows(self, name: str) -> bool:
+        """Whether the operation called ``name`` has a rule of its own here."""
+        return name in self._rules
+
     def row(self, call: Call) -> Row | None:
         """The row of a call, or None where no rule is known."""
         rule = self._rules.get(op_name(call.op))
@@ -328,7 +336,7 @@ class RuleTable:
 
 
 def op_name(op: OpOverload) -> str:
-    """ "aten::add.Tensor" of ``torch.ops.aten.add.Tensor``.
+    """Name "aten::add.Tensor" of ``torch.ops.aten.add.Tensor``.
 
     >>> import torch
     >>> op_name(torch.ops.aten.add.Tensor), op_name(torch.ops.aten.mm.default)

@@ -292,8 +292,10 @@ class UNet(nn.Module):
     @staticmethod
     def _double(inner: int, outer: int) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(inner, outer, 3, padding=1), nn.GroupNorm(2, outer), nn.SiLU(), nn.Conv2d(outer, outer, 3,
-        padding=1)
+            nn.Conv2d(inner, outer, 3, padding=1),
+            nn.GroupNorm(2, outer),
+            nn.SiLU(),
+            nn.Conv2d(outer, outer, 3, padding=1),
         )
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

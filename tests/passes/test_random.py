@@ -1,4 +1,4 @@
-"""Random draws: one mask on all ranks that hold the same part, different ones for different parts, and again the same."""
+"""Random draws: ranks with the same part draw the same mask, others other ones, and a repeated draw is the same."""
 
 import pytest
 import torch

@@ -48,7 +48,7 @@ class Recorded:
         return f"{self.op}({', '.join(parts)})"
 
 
-def brief(item: Any) -> str:
+def brief(item: object) -> str:
     if isinstance(item, dict):
         return (
             "x".join(map(str, item["shape"])) + ":" + item["dtype"].removeprefix("torch.")
@@ -58,7 +58,7 @@ def brief(item: Any) -> str:
     return "[" + ", ".join(map(brief, item)) + "]" if isinstance(item, list) else str(item)
 
 
-def encode(item: Any, keep_values: bool = True) -> Any:
+def encode(item: object, keep_values: bool = True) -> object:
     """A JSON value for an argument."""
     if isinstance(item, torch.Tensor):
         spec: dict[str, Any] = {"shape": list(item.shape), "dtype": str(item.dtype)}
@@ -80,7 +80,7 @@ def encode(item: Any, keep_values: bool = True) -> Any:
     raise TypeError(f"cannot record {item!r} of type {type(item).__name__}")
 
 
-def decode(item: Any, generator: torch.Generator) -> Any:
+def decode(item: object, generator: torch.Generator) -> object:
     """The argument of a JSON value; floating-point tensors are drawn anew, integers are those recorded."""
     if isinstance(item, list):
         return [decode(i, generator) for i in item]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ LOOKED_AT, LARGEST = 250, 20_000
 class Sample(nn.Module):
     """One call of an operation: what varies are its tensors, the rest is fixed."""
 
-    def __init__(self, op: OpInfo, arguments: Any) -> None:
+    def __init__(self, op: OpInfo, arguments: object) -> None:
         super().__init__()
         self.op = op
         self.leaves, self.spec = pytree.tree_flatten(arguments)
@@ -29,7 +28,7 @@ class Sample(nn.Module):
     def tensors(self) -> list[torch.Tensor]:
         return [self.leaves[i] for i in self.places]
 
-    def forward(self, *tensors: torch.Tensor) -> Any:
+    def forward(self, *tensors: torch.Tensor) -> object:
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             # Operations of the database may write to their arguments; a step may not write to its batch.

@@ -148,7 +148,7 @@ def says_something(found: Sequence[set[Placement]]) -> bool:
 
 def covers(choice: Choice, chosen: Sequence[Placement], found: Sequence[set[Placement]]) -> bool:
     """Whether an offered choice splits at least the inputs that a candidate splits, to an outcome that is right."""
-    inputs = all(a == b or a == REPLICATE for a, b in zip(chosen, choice.inputs, strict=True))
+    inputs = all(a in (b, REPLICATE) for a, b in zip(chosen, choice.inputs, strict=True))
     outputs = [o for o in choice.outputs if o is not None]
     return (
         inputs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.base import InputKind, InputSpec, Mesh, OutputKind, OutputSpec, Phase, Program, StepGraph
+from autopar.passes.base import InputKind, InputSpec, Mesh, OutputKind, OutputSpec, Phase, StepGraph
 from autopar.passes.options import Choice, OptionSpace
 from autopar.passes.partition import Assignment, Partitioner
 from autopar.passes.placement import Partial, Placement
@@ -57,7 +57,7 @@ class Single:
         self.call = Call(self.node)
 
     @staticmethod
-    def _meta(value: Any) -> dict[str, Any]:
+    def _meta(value: object) -> dict[str, Any]:
         return {"val": value, "layer": "", "phase": Phase.FORWARD, "source": ""}
 
     def _outputs(self, graph: fx.Graph) -> list[fx.Node]:
