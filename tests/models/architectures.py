@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sys
 import time
@@ -22,13 +23,14 @@ from autopar.capture import capture, flatten_call
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.errors import AutoparError, CaptureError
 from autopar.lower import Lowering, Prepared
-from autopar.passes.base import Program, StepGraph
+from autopar.passes.base import OutputKind, Program, StepGraph
 from autopar.plan import Constraints, Plan
 from autopar.search.first_choice import row_flops
 from autopar.search.planner import Planner
 from autopar.verify import check_programs, verify_programs
-from autopar.verify.values import model_values
-from tests.models.recipes import RECIPES, Recipe
+from autopar.verify.parity import run_single
+from autopar.verify.values import input_values, model_values
+from tests.models.recipes import RECIPES, Call, Recipe
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "tp2": {"tp": 2},
@@ -109,7 +111,31 @@ def outcomes(recipe: Recipe, plans: Sequence[str]) -> list[Outcome]:
         return [Outcome(name=recipe.name, parameters=parameters, nodes=0, plan="", result=result, split=0.0, whole={})]
     leaves, _, _ = flatten_call(call.args, call.kwargs, ())
     values = model_values(step, call.model, leaves)
+    fault = difference_from_eager(call, step, values)
+    if fault:
+        return [Outcome(name=recipe.name, parameters=parameters, nodes=0, plan="", result=fault, split=0.0, whole={})]
     return [compare(recipe.name, parameters, step, values, plan) for plan in plans]
+
+
+def difference_from_eager(call: Call, step: StepGraph, values: Mapping[str, Any]) -> str:
+    """How the captured step, run on one device, differs from the model and ``loss.backward()``; "" if not at all."""
+    model = copy.deepcopy(call.model)  # running statistics change, and ``values`` share the original's memory
+    torch.manual_seed(1)
+    outputs = run_single(step, input_values(step, values))
+    torch.manual_seed(1)
+    out = model(*call.args, **call.kwargs)
+    loss = call.loss_fn(out) if call.loss_fn else getattr(out, "loss", out)
+    loss.backward()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    scale = max(float(p.grad.abs().max()) for p in parameters.values() if p.grad is not None)
+    for spec, got in zip(step.outputs, outputs, strict=True):
+        if spec.kind is OutputKind.LOSS and not torch.allclose(got, loss, rtol=1e-5):
+            return f"WRONG: captured, the loss is {got}; the model's is {loss}"
+        if spec.kind is OutputKind.GRADIENT:
+            want = parameters[spec.name].grad
+            if (got is None) != (want is None) or (got is not None and float((got - want).abs().max()) > 1e-4 * scale):
+                return f"WRONG: captured, the gradient of {spec.name} is not the model's"
+    return ""
 
 
 def compare(name: str, parameters: int, step: StepGraph, values: Mapping[str, Any], plan_name: str) -> Outcome:
@@ -190,7 +216,7 @@ def table(found: Sequence[Outcome]) -> str:
         rows = {o.plan: o for o in found if o.name == name}
         first = next(iter(rows.values()))
         whole = dict(sorted({op: n for o in rows.values() for op, n in o.whole.items()}.items()))
-        cells = [cell(rows.get(plan)) if first.plan else first.result for plan in plans]
+        cells = [cell(rows.get(plan)) for plan in plans] if first.plan else [first.result, *[""] * (len(plans) - 1)]
         listed = ", ".join(f"{op} ({n})" for op, n in whole.items()) or "none"
         lines.append(f"| {name} | {first.parameters:,} | {first.nodes} | {' | '.join(cells)} | {listed} |")
     return "\n".join(lines)
