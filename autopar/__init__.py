@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopar.cost_models.cluster import Cluster as Cluster
     from autopar.plan import Constraints as Constraints
     from autopar.plan import Plan as Plan
+    from autopar.registry import register_rule as register_rule
     from autopar.runtime.clip import clip_grad_norm_ as clip_grad_norm_
     from autopar.runtime.module import ParallelModule as ParallelModule
 
@@ -28,6 +29,7 @@ EXPORTS = {
     "clip_grad_norm_": "autopar.runtime.clip",
     "compile": "autopar.api",
     "plan": "autopar.api",
+    "register_rule": "autopar.registry",
     "verify": "autopar.verify.api",
 }
 
@@ -40,6 +42,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "plan",
+    "register_rule",
     "verify",
 ]
 

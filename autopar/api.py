@@ -17,7 +17,6 @@ from autopar.cost_models.errors import ConstraintError, PlanError, UsageError
 from autopar.lower import Lowering
 from autopar.passes.base import Mesh, Program, StepGraph
 from autopar.passes.placement import Layout
-from autopar.passes.rules.table import RuleTable
 from autopar.plan import Constraints, Plan, format_placement
 from autopar.runtime.arrivals import GlobalCall
 from autopar.runtime.engine import Engine
@@ -275,7 +274,7 @@ def taking(plan: Plan, inputs: Mapping[str, Layout]) -> Plan:
 def choose_plan(step: StepGraph, options: Options, world_size: int) -> Plan:
     """The best plan for ``world_size`` ranks that honours the constraints."""
     cluster = options.cluster or Cluster.local(world_size)
-    return Planner(step, cluster, options.constraints, options.optimizer, RuleTable(), options.placed).best(world_size)
+    return Planner(step, cluster, options.constraints, options.optimizer, None, options.placed).best(world_size)
 
 
 def check_sizes(options: Options, world_size: int) -> None:

@@ -25,6 +25,7 @@ from autopar.passes.rules.table import RuleTable, rows_of
 from autopar.passes.split_stages import SplitStages
 from autopar.passes.unroll_microbatches import Unroll
 from autopar.plan import Plan
+from autopar.registry import rule_table
 
 DEFAULT_BUCKET_BYTES = 25_000_000  # as DistributedDataParallel's 25 MB: large enough to hide latency
 
@@ -58,7 +59,7 @@ class Lowering:
     ) -> None:
         self.plan, self.rng = plan, rng
         self._memo: Memo = {}
-        table = table or RuleTable()
+        table = table or rule_table()
         prepared = prepare(step, table, split_batch=plan.dp * plan.microbatches > 1)
         assignment = assignment_of(prepared, plan, reduce_dtype)
         again = Recompute(mode=plan.recompute, layers=plan.recompute_layers)

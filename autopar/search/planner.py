@@ -18,6 +18,7 @@ from autopar.passes.placement import can_split
 from autopar.passes.redistribute import MICROBATCHES
 from autopar.passes.rules.table import RuleTable
 from autopar.plan import Certificate, Constraints, LayerConstraints, Plan, Prediction, format_placement
+from autopar.registry import rule_table
 from autopar.search.estimate import Estimate, Pipeline, estimate
 from autopar.search.first_choice import AxisWish, choose, no_wishes
 from autopar.search.stages import balanced_stages, run_costs
@@ -75,7 +76,7 @@ class Planner:
         self.placed = dict(placed or {})
         self.step, self.cluster, self.optimizer = step, cluster, optimizer
         self.constraints = constraints or Constraints()
-        self.table = table or RuleTable()
+        self.table = table or rule_table()
         self._prepared: dict[bool, Prepared] = {}
         self._wishes: dict[str, LayerConstraints] = {}
         self.constraints.check_layers(layer_paths(step))
