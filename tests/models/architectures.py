@@ -1,6 +1,6 @@
 """Every architecture of :mod:`tests.models.recipes`, split and compared with one device; run it to print the table.
 
-    python -m tests.models.architectures [--plans tp2,zero3.dp2] [--only NAME,NAME]
+python -m tests.models.architectures [--plans tp2,zero3.dp2] [--only NAME,NAME]
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "dp2.tp2": {"dp": 2, "tp": 2},
     "dp2.tp2.zero3.sp": {"dp": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
 }
+
 
 def convolution_work(node: fx.Node) -> int:
     """Every output (input, where transposed) meets the kernel once.  (torch's own formula forgets groups backward.)"""
