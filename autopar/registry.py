@@ -26,7 +26,7 @@ def register_rule(op: OpOverload | Callable[..., object], row: str | Rule) -> No
     >>> import torch
     >>> register_rule(torch.ops.aten.special_entr.default, "a")
     Traceback (most recent call last):
-    autopar.cost_models.errors.UsageError: 'a' is no rule; write 'inputs -> outputs | clauses', such as 'm k, k n -> m n'
+    autopar.cost_models.errors.UsageError: 'a' is no rule; write 'inputs -> outputs | clauses', like 'm k, k n -> m n'
     """
     overload = getattr(op, "default", op)
     if not isinstance(overload, OpOverload):
@@ -34,7 +34,7 @@ def register_rule(op: OpOverload | Callable[..., object], row: str | Rule) -> No
             f"register_rule needs an operation such as torch.ops.mylib.scale.default; got {op!r} ({type(op).__name__})"
         )
     if isinstance(row, str) and "->" not in row:
-        raise UsageError(f"{row!r} is no rule; write 'inputs -> outputs | clauses', such as 'm k, k n -> m n'")
+        raise UsageError(f"{row!r} is no rule; write 'inputs -> outputs | clauses', like 'm k, k n -> m n'")
     USER_RULES.register(overload, row)
 
 
