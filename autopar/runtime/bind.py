@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopar.passes.base import InputKind, OutputKind, Program
+from autopar.runtime.attention import attend_on_device
 from autopar.runtime.native import reduce_in_place, scatter_by_exchange
 
 INPUT_ORDER = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.BATCH, InputKind.SEED)
@@ -55,6 +56,8 @@ def bind(program: Program, real_name: Callable[[str], str], device: torch.device
     for graph_module in _graph_modules(module):
         if device.type == "cpu":
             scatter_by_exchange(graph_module.graph)
+        else:
+            attend_on_device(graph_module.graph)
         reduce_in_place(graph_module.graph)
         graph_module.recompile()
     module.graph.lint()
