@@ -1,8 +1,8 @@
 """Attention on accelerators: capture runs on a CPU, whose fused attention no other device has.
 
 A step is captured with the CPU's form of fused attention, forward and backward.  On another device these two calls
-become ``torch.nn.functional.scaled_dot_product_attention``, which picks that device's best kernel; the backward runs its
-forward again, because what a kernel saves for it differs from kernel to kernel.
+become ``torch.nn.functional.scaled_dot_product_attention``, which picks that device's best kernel; the backward runs
+its forward again, because what a kernel saves for it differs from kernel to kernel.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def backward(  # noqa: PLR0913 - the signature of the operation it stands for
     del out, logsumexp
     inputs = [t.detach().requires_grad_() for t in (query, key, value)]
     with torch.enable_grad():
-        again, _ = forward(*inputs, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        q, k, v = inputs
+        again, _ = forward(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     return torch.autograd.grad(again, inputs, grad_out)
 
 
