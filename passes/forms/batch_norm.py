@@ -16,7 +16,10 @@ from autopar.passes.rules.table import op_name
 
 
 def batch_norm_forward(emitter: Emitter, call: Call) -> Any:
-    """Training statistics as sums over the batch: (output, mean, invstd, new running mean, new running variance)."""
+    """Training statistics as sums over the batch: (output, mean, invstd, new running mean, new running variance).
+
+    The form with update has an empty tensor (what cuDNN keeps for itself) after the statistics.
+    """
     functional = "functional" in call.op._schema.name
     if not call.args.get("training", True) or ("no_stats" not in op_name(call.op) and not functional):
         return None
@@ -37,6 +40,8 @@ def batch_norm_forward(emitter: Emitter, call: Call) -> Any:
         out = emitter.call("_to_copy", out, dtype=call.outputs[0].dtype)  # type: ignore[union-attr]
     channels = [shape[1]]
     results = [out, emitter.call("reshape", center, channels), emitter.call("reshape", scale, channels)]
+    if "with_update" in call.op._schema.name:
+        results.append(emitter.call("empty.memory_format", [0], dtype=torch.uint8, device=x.meta["val"].device))
     if functional:
         unbiased = emitter.call("div.Scalar", emitter.call("reshape", square, channels), max(count - 1, 1))
         results.append(moved(emitter, call["running_mean"], results[1], call["momentum"]))
@@ -67,16 +72,17 @@ def affine(emitter: Emitter, call: Call, x: fx.Node, rank: int) -> fx.Node:
 
 def batch_norm_backward(emitter: Emitter, call: Call) -> Any:
     """Gradients of input, weight and bias of a training batch norm, as sums over the batch."""
-    if not call.args.get("train", True):
+    if not call.args.get("train", call.args.get("update", True)):
         return None
     grad, x = call["grad_out"], call["input"]
+    deviation = "save_invstd" if "save_invstd" in call.names else "save_var"  # both hold one over the deviation
     shape = call.shape("input")
     rank, dtype = len(shape), x.meta["val"].dtype
     dims = [d for d in range(rank) if d != 1]
     count = math.prod(shape[d] for d in dims)
     if dtype in NARROW:
         grad, x = (emitter.call("_to_copy", t, dtype=torch.float32) for t in (grad, x))
-    scale = per_channel(emitter, call["save_invstd"], rank)
+    scale = per_channel(emitter, call[deviation], rank)
     normal = emitter.call(
         "mul.Tensor", emitter.call("sub.Tensor", x, per_channel(emitter, call["save_mean"], rank)), scale
     )
@@ -98,5 +104,7 @@ def batch_norm_backward(emitter: Emitter, call: Call) -> Any:
 FORMS: Mapping[str, Rewrite] = {
     "aten::_native_batch_norm_legit_functional": batch_norm_forward,
     "aten::_native_batch_norm_legit.no_stats": batch_norm_forward,
+    "aten::_batch_norm_with_update_functional": batch_norm_forward,
     "aten::native_batch_norm_backward": batch_norm_backward,
+    "aten::batch_norm_backward": batch_norm_backward,
 }

@@ -74,7 +74,8 @@ def samples(op: OpInfo, limit: int) -> list[Sample]:
 
 def dtype_of(op: OpInfo) -> torch.dtype:
     kinds = op.supported_dtypes("cpu")
-    return next(d for d in (torch.float32, torch.int64, torch.complex64, *sorted(kinds, key=str)) if d in kinds)
+    liked = (torch.float32, torch.int64, torch.complex64, *sorted(kinds, key=str))
+    return next((d for d in liked if d in kinds), torch.float32)
 
 
 def _usable(op: OpInfo) -> Iterator[Sample]:

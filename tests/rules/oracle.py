@@ -6,7 +6,7 @@ missing where the plain operation gives the right parts for parts of its inputs,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, product
 
 import torch
@@ -21,6 +21,7 @@ from tests.rules.single import Single
 
 PAIR = Mesh(axes=("x",), sizes=(2,))
 TRIPLE = Mesh(axes=("x",), sizes=(3,))
+Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 DRAWS, MORE_DRAWS, MOST_CANDIDATES = 2, 10, 2000
 
 
@@ -63,12 +64,11 @@ def wrong_splits(call: Recorded) -> Iterator[str]:
                     yield f"{call}, {choice.label} on {mesh.size} ranks, strided {strided}: outputs {bad}"
 
 
-def candidates(made: Single) -> Iterator[tuple[Placement, ...]]:
-    """Placements of the inputs, each whole or split in one dim; dims that are split have one size."""
-    shapes = [tuple(t.shape) for t in made.tensors]
+def candidates(shapes: Sequence[torch.Size]) -> Iterator[tuple[Placement, ...]]:
+    """Placements of tensors, each whole or split in one dim; dims that are split have one size."""
     for size in sorted({n for shape in shapes for n in shape if can_split(n, PAIR.size)}):
-        split = make_shard(0, 1, size, PAIR.size).units
-        options = [[REPLICATE, *(Shard(d, 1, split) for d, n in enumerate(shape) if n == size)] for shape in shapes]
+        units = make_shard(0, 1, size, PAIR.size).units
+        options = [[REPLICATE, *(Shard(d, 1, units) for d, n in enumerate(shape) if n == size)] for shape in shapes]
         for chosen in islice(product(*options), MOST_CANDIDATES):
             if any(isinstance(p, Shard) for p in chosen):
                 yield chosen
@@ -96,21 +96,24 @@ def forms(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> set[Placement]:
     return found
 
 
-def outcome(made: Single, chosen: Sequence[Placement]) -> list[set[Placement]] | None:
-    """What the outputs may be said to be when the plain operation runs on parts; None where it cannot run."""
+def outcome(run: Run, tensors: Sequence[torch.Tensor], chosen: Sequence[Placement]) -> list[set[Placement]]:
+    """What the outputs may be said to be when a plain operation runs on parts; nothing where it refuses to."""
     try:
-        whole = made.run([t.clone() for t in made.tensors])
+        whole = run([t.clone() for t in tensors])
         parts = [
-            made.run(
-                [shard_tensor(t, (p,), PAIR.sizes, (rank,)).clone() for t, p in zip(made.tensors, chosen, strict=True)]
-            )
+            run([shard_tensor(t, (p,), PAIR.sizes, (rank,)).clone() for t, p in zip(tensors, chosen, strict=True)])
             for rank in range(PAIR.size)
         ]
-    except (RuntimeError, IndexError, ValueError):  # torch refuses the shapes
-        return None
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError):
+        return []
     if any(len(p) != len(whole) for p in parts):
-        return None
+        return []
     return [forms(pair, w) for *pair, w in zip(*parts, whole, strict=True)]
+
+
+def has_parallel_dim(run: Run, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether some split of the inputs makes a plain operation give parts, or terms, of its outputs."""
+    return any(says_something(outcome(run, tensors, c)) for c in candidates([t.shape for t in tensors]))
 
 
 def missing_splits(call: Recorded) -> Iterator[str]:
@@ -118,7 +121,7 @@ def missing_splits(call: Recorded) -> Iterator[str]:
     first = single(call)
     offered = first.space.choices(first.node, PAIR.size)
     draws = [first, *(single(call, seed, shuffle=True) for seed in range(1, DRAWS + MORE_DRAWS))]
-    for chosen in candidates(first):
+    for chosen in candidates([t.shape for t in first.tensors]):
         found = agreed(draws[:DRAWS], chosen)
         if not says_something(found) or any(covers(choice, chosen, found) for choice in offered):
             continue
@@ -132,18 +135,16 @@ def agreed(draws: Sequence[Single], chosen: Sequence[Placement]) -> list[set[Pla
     """What holds of the outputs on all draws; nothing where the operation refuses."""
     found: list[set[Placement]] = []
     for made in draws:
-        now = outcome(made, chosen)
-        if now is None:
-            return []
-        found = [a & b for a, b in zip(found, now, strict=True)] if found else now
-        if not all(found):
+        now = outcome(made.run, made.tensors, chosen)
+        found = [a & b for a, b in zip(found, now, strict=True)] if found and now else now
+        if not found or not all(found):
             return []
     return found
 
 
 def says_something(found: Sequence[set[Placement]]) -> bool:
     """Whether a split reaches the outputs: inputs that do not matter may be split in any way."""
-    return bool(found) and not all(REPLICATE in f for f in found)
+    return bool(found) and all(found) and not all(REPLICATE in f for f in found)
 
 
 def covers(choice: Choice, chosen: Sequence[Placement], found: Sequence[set[Placement]]) -> bool:
