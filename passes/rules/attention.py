@@ -46,23 +46,23 @@ def attention_row(call: Call) -> Row:
         inputs.append(mask_dims(call.shape("attn_mask"), sizes))
     outputs: list[Dims | None] = [None] * len(call.outputs)
     outputs[0], outputs[1] = squeezed(OUT, sizes), squeezed(LSE, sizes)
-    keep = {"d", "s", "e", "g"} | ({"l"} if call.args.get("is_causal") else set())
+    keep = {"d", "s", "e"} | ({"l"} if call.args.get("is_causal") else set())
     return Row(inputs=tuple(inputs), outputs=tuple(outputs), sizes=sizes, nosplit=frozenset(keep))
 
 
 def attention_backward_row(call: Call) -> Row:
-    """Gradients of q, k, v: those of k and v are sums over the queries."""
+    """Gradients of q, k, v: those of k and v are sums over the queries, and over the query heads that share them."""
     if len(call.shape("query")) != 4 or call.args.get("dropout_p", 0.0):
         return opaque_row(call)
     sizes = attention_sizes(call)
     inputs = [squeezed(d, sizes) for d in (OUT, QUERY, KEY, VALUE, OUT, LSE)]
     if call.has("attn_mask"):
         inputs.append(mask_dims(call.shape("attn_mask"), sizes))
-    keep = {"d", "s", "e", "g"} | ({"l"} if call.args.get("is_causal") else set())
+    keep = {"d", "s", "e"} | ({"l"} if call.args.get("is_causal") else set())
     return Row(
         inputs=tuple(inputs),
         outputs=tuple(squeezed(d, sizes) for d in (QUERY, KEY, VALUE)),
         sizes=sizes,
-        reduce={} if "l" in keep else {"l": "sum"},
+        reduce={"g": "sum"} if "l" in keep else {"g": "sum", "l": "sum"},
         nosplit=frozenset(keep),
     )

@@ -70,6 +70,31 @@ def batched(inputs: Mapping[str, int], outputs: Sequence[int], linear: Linear = 
     return rule
 
 
+def solving(inputs: Mapping[str, int], side: str) -> Callable[[Call], Row]:
+    """A rule for a solver with given factors: linear in the right-hand side ``side``, whose columns are free.
+
+    With ``left=False`` the system is written the other way round, and rows are free.
+    """
+
+    def rule(call: Call) -> Row:
+        row = batched(inputs, (2,))(call)
+        free = -1 if call.args.get("left", True) else -2
+        index = [name for name in call.names if call.has(name)].index(side)
+        out = row.outputs[0]
+        if len(row.inputs[index]) < 2 or out is None:
+            return row
+        column = row.inputs[index][free]
+        whole = tuple(d for d in out)
+        place = len(whole) + free
+        return row.with_(
+            outputs=((*whole[:place], column, *whole[place + 1 :]),),
+            nosplit=row.nosplit - frozenset(column),
+            linear=(frozenset({index}),),
+        )
+
+    return rule
+
+
 def solve_row(call: Call) -> Row:
     """aten._linalg_solve_ex: the right-hand side is a vector or a matrix."""
     a, b = call.shape("A"), call.shape("B")

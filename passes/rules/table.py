@@ -29,7 +29,6 @@ from autopar.passes.rules.row import Call, Row, parse_row
 from autopar.passes.torch_ops import OpOverload
 
 Rule = Callable[[Call], Row]
-IN_SECOND = (frozenset({1}),)
 IN_THIRD = (frozenset({2}),)
 
 PLACES = """
@@ -212,7 +211,7 @@ RULES: Mapping[str, Rule] = {
     "aten::grid_sampler_2d_backward": spatial.sampler_backward_row,
     "aten::grid_sampler_3d_backward": spatial.sampler_backward_row,
     # batches of matrices, transforms, distances
-    "aten::linalg_solve_triangular": batched.batched({"self": 2, "B": 2}, (2,), IN_SECOND),
+    "aten::linalg_solve_triangular": batched.solving({"self": 2, "B": 2}, "B"),
     "aten::triangular_solve": batched.batched({"self": 2, "A": 2}, (2, 2)),
     "aten::_linalg_solve_ex": batched.solve_row,
     "aten::_linalg_svd": batched.batched({"A": 2}, (2, 1, 2)),
@@ -221,14 +220,14 @@ RULES: Mapping[str, Rule] = {
     "aten::linalg_qr": batched.batched({"A": 2}, (2, 2)),
     "aten::linalg_lu": batched.batched({"A": 2}, (2, 2, 2)),
     "aten::linalg_lu_factor_ex": batched.batched({"A": 2}, (2, 1, 0)),
-    "aten::linalg_lu_solve": batched.batched({"LU": 2, "pivots": 1, "B": 2}, (2,), IN_THIRD),
+    "aten::linalg_lu_solve": batched.solving({"LU": 2, "pivots": 1, "B": 2}, "B"),
     "aten::lu_unpack": batched.batched({"LU_data": 2, "LU_pivots": 1}, (2, 2, 2)),
     "aten::linalg_ldl_factor_ex": batched.batched({"self": 2}, (2, 1, 0)),
-    "aten::linalg_ldl_solve": batched.batched({"LD": 2, "pivots": 1, "B": 2}, (2,), IN_THIRD),
+    "aten::linalg_ldl_solve": batched.solving({"LD": 2, "pivots": 1, "B": 2}, "B"),
     "aten::linalg_cholesky_ex": batched.batched({"self": 2}, (2, 0)),
     "aten::cholesky": batched.batched({"self": 2}, (2,)),
     "aten::cholesky_inverse": batched.batched({"self": 2}, (2,)),
-    "aten::cholesky_solve": batched.batched({"self": 2, "input2": 2}, (2,), views.LINEAR_IN_FIRST),
+    "aten::cholesky_solve": batched.solving({"self": 2, "input2": 2}, "self"),
     "aten::linalg_inv_ex": batched.batched({"A": 2}, (2, 0)),
     "aten::linalg_pinv.atol_rtol_tensor": batched.batched({"self": 2, "atol": 0, "rtol": 0}, (2,)),
     "aten::_linalg_det": batched.batched({"A": 2}, (0, 2, 1)),

@@ -7,7 +7,7 @@ missing where the plain operation gives the right parts for parts of its inputs,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, product
+from itertools import combinations, islice, product
 
 import torch
 
@@ -156,3 +156,28 @@ def covers(choice: Choice, chosen: Sequence[Placement], found: Sequence[set[Plac
         and len(outputs) == len(found)
         and all(o in f or f == {REPLICATE} for o, f in zip(outputs, found, strict=True))
     )
+
+
+def missing_linearity(call: Recorded) -> Iterator[str]:
+    """Sets of one or two inputs in which the operation is linear on many draws, where the row does not say so."""
+    first = single(call)
+    floating = [i for i, t in enumerate(first.tensors) if t.is_floating_point()]
+    offered = set(first.row.linear)
+    for group in [*combinations(floating, 1), *combinations(floating, 2)]:
+        if any(known <= set(group) or known >= set(group) for known in offered):
+            continue
+        if all(is_linear(call, group, seed) for seed in range(DRAWS + MORE_DRAWS)):
+            yield f"{call}: linear in {group}"
+
+
+def is_linear(call: Recorded, group: Sequence[int], seed: int) -> bool:
+    """Whether the operation's result of a sum, in the inputs of ``group``, is the sum of the results."""
+    made, other = single(call, seed), single(call, seed + 1000)
+    mixed = [o if i in group else t for i, (t, o) in enumerate(zip(made.tensors, other.tensors, strict=True))]
+    summed = [t + m if i in group else t for i, (t, m) in enumerate(zip(made.tensors, mixed, strict=True))]
+    terms = [made.run([t.clone() for t in tensors]) for tensors in (made.tensors, mixed, summed)]
+    if not all(t.is_floating_point() or t.is_complex() for t in terms[0]):
+        return False
+    if not any(bool(t.count_nonzero()) for t in terms[2]):
+        return False  # what is zero whatever goes in is linear and of no use
+    return all(close(a + b, both) and bool(both.isfinite().all()) for a, b, both in zip(*terms, strict=True))
