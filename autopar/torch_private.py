@@ -34,6 +34,9 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+# simple_registry: where operations are marked as having an effect.
+from torch._library import simple_registry
+
 # OpOverload: the type of ``torch.ops.aten.add.Tensor``.
 from torch._ops import OpOverload
 
@@ -111,9 +114,25 @@ def joint_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphMo
     with contextlib.ExitStack() as stack:
         # A user's backward runs outside the autocast region that the forward ran in.
         stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        stack.enter_context(unchecked_linalg())
         joint = aot_export_joint_with_descriptors(stack, module, args)
         graph_module: fx.GraphModule = joint.graph_module
         return graph_module
+
+
+@contextlib.contextmanager
+def unchecked_linalg() -> Iterator[None]:
+    """``torch.linalg`` without its checks for singular matrices, which are effects that a trace has to order.
+
+    A captured ``torch.linalg.cholesky`` gives NaN or infinities where the eager one raises, as ``cholesky_ex`` does.
+    """
+    holder = simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    kept = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(kept)
 
 
 def plain_input(desc: object) -> int | None:
