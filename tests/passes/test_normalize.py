@@ -14,8 +14,9 @@ from autopar.verify.parity import run_single
 from autopar.verify.values import input_values
 from tests.passes.prepared import Lambda, mesh_of, ready
 
-A, W = torch.randn(4, 5, 6), torch.rand(7) + 0.5
-LABELS = torch.randint(0, 7, (4, 5))
+GENERATOR = torch.Generator().manual_seed(0)
+A, W = torch.randn(4, 5, 6, generator=GENERATOR), torch.rand(7, generator=GENERATOR) + 0.5
+LABELS = torch.randint(0, 7, (4, 5), generator=GENERATOR)
 LABELS[0, 1] = LABELS[2, 3] = -100
 
 REWRITTEN = {
@@ -67,13 +68,19 @@ def test_rewritten_calls_give_the_same_numbers(name, dtype):
     def cube(model, x):
         return (function(x.to(dtype)).double() - 5).pow(3).sum() + 0 * x.sum()
 
+    def exact_cube(model, x):
+        return (function(x.to(dtype).double()) - 5).pow(3).sum() + 0 * x.sum()
+
     prepared = ready(Lambda(cube), A.double().requires_grad_())
+    truth = ready(Lambda(exact_cube), A.double().requires_grad_()).step
     values = input_values(prepared.step, 1)
     tolerance = 1e-10 if dtype is torch.float64 else 32 * torch.finfo(dtype).eps
-    pairs = zip(run_single(prepared.step, values), run_single(prepared.normal, values), strict=True)
-    for spec, (want, got) in zip(prepared.step.outputs, pairs, strict=True):
+    runs = (run_single(step, values) for step in (prepared.step, prepared.normal, truth))
+    for spec, want, got, exact in zip(prepared.step.outputs, *runs, strict=True):
         assert got.dtype == want.dtype
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()), msg=spec.name)
+        # In low precision torch's own kernel may be the one that rounds: no further from the truth than it is.
+        allowed = tolerance * float(exact.abs().max()) + float((want - exact).abs().max())
+        assert float((got - exact).abs().max()) <= allowed, spec.name
 
 
 def test_a_mean_is_split_into_a_partial_sum_and_a_global_count():
