@@ -22,10 +22,10 @@ from autopar.passes.normalize import Normalize
 from autopar.passes.options import Choice, OptionSpace, replicated
 from autopar.passes.partition import Assignment, partition
 from autopar.passes.rules.table import RuleTable, op_name, rows_of
+from autopar.passes.torch_ops import pytree
 from autopar.verify import Report, verify_programs
 from autopar.verify.compare import magnitude
 from autopar.verify.parity import run_single
-from autopar.passes.torch_ops import pytree
 from tests.rules import dtensor
 from tests.rules.dtensor import simulated_mesh
 from tests.rules.opinfo import OpInfo, Sample, full_name, operations, samples

@@ -26,10 +26,10 @@ def table(outcomes: Sequence[Outcome], peers: Sequence[Outcome]) -> str:
         "# Operations of torch's database, split in every way that is offered",
         "",
         f"Written by `python -m tests.rules.sweep` with torch {torch.__version__}. Every operation of",
-        "`torch.testing._internal.common_methods_invocations.op_db` is captured (forward, and backward where there is one),",
-        "every call of the graph is split over 2 and over 3 ranks in every way that its rule offers, the programs of all",
-        "ranks run in lockstep, and every output and gradient is compared with one device. Sizes are mostly odd. DTensor",
-        "runs the same operations forward and backward on 2 ranks, on sizes that divide, with every combination of",
+        "`torch.testing._internal.common_methods_invocations.op_db` is captured (forward, and backward where there",
+        "is one), every call of the graph is split over 2 and over 3 ranks in every way that its rule offers, the programs",
+        "of all ranks run in lockstep, and every output and gradient is compared with one device. Sizes are mostly odd.",
+        "DTensor runs the same operations forward and backward on 2 ranks, on sizes that divide, with every combination of",
         "replicated and evenly split inputs.",
         "",
         "| | autopar | DTensor |",
@@ -47,15 +47,21 @@ def table(outcomes: Sequence[Outcome], peers: Sequence[Outcome]) -> str:
         ours, other = (sum(o.verdict is verdict for o in side) for side in (outcomes, peers))
         lines.append(f"| {meaning[verdict]} | {ours} | {other} |")
     lines += [
-        f"| of those with a dim that can be split, split | {share:.0f} % of {len(parallel)} | {their_share:.0f} % of {len(theirs)} |",
+        f"| of those with a dim that can be split, split | {share:.0f} % of {len(parallel)} "
+        f"| {their_share:.0f} % of {len(theirs)} |",
         "",
-        "An operation is split where every call of its forward that computes something has a split on offer, on some sample.",
-        "A dim can be split where the plain operation, given parts of its inputs, gives parts or terms of its outputs (found",
-        "by trying all dims), or where we split one. DTensor counts as split where one combination is right and stays split.",
+        "An operation is split where every call of its forward that computes something has a split on offer, on some",
+        "sample. A dim can be split where the plain operation, given parts of its inputs, gives parts or terms of its outputs",
+        "(found by trying all dims), or where we split one. DTensor counts as split where one combination is right and stays",
+        "split.",
         "",
         "## With a dim that can be split, replicated",
         "",
-        *paragraph(f"{o.name} ({', '.join(w.removeprefix('aten::') for w in o.whole)})" for o in parallel if o.verdict is Verdict.REPLICATED),
+        *paragraph(
+            f"{o.name} ({', '.join(w.removeprefix('aten::') for w in o.whole)})"
+            for o in parallel
+            if o.verdict is Verdict.REPLICATED
+        ),
         "",
         "## Without such a dim",
         "",
