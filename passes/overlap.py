@@ -58,7 +58,7 @@ def sink_waits(graph: fx.Graph) -> None:
 def place(heads: dict[fx.Node, list[fx.Node]], fixed: list[fx.Node]) -> None:
     """Put every moving node right before the node it belongs to, dependencies first."""
     for anchor in fixed:
-        stack = [(anchor, iter(heads.get(anchor, ())))]
+        stack = [(anchor, iter(heads.get(anchor, [])[::-1]))]
         while stack:
             target, pending = stack[-1]
             node = next(pending, None)
@@ -66,7 +66,7 @@ def place(heads: dict[fx.Node, list[fx.Node]], fixed: list[fx.Node]) -> None:
                 stack.pop()
                 continue
             target.prepend(node)
-            stack.append((node, iter(heads.get(node, ()))))
+            stack.append((node, iter(heads.get(node, [])[::-1])))
 
 
 def follows(node: fx.Node, moving: set[fx.Node]) -> bool:

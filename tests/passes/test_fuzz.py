@@ -92,6 +92,10 @@ def test_any_legal_placement_gives_the_numbers_of_one_device(seed):
     assert met
 
 
+def test_what_follows_a_wait_stays_behind_it():
+    assert check_model(306)  # a wait and the slice of its result wanted the same place
+
+
 @pytest.mark.slow
 def test_two_thousand_placements_give_the_numbers_of_one_device():
     met: Counter[tuple[str, str]] = Counter()
