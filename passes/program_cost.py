@@ -17,11 +17,20 @@ from autopar.cost_models.collectives import Collective, CollectiveModel, Transfe
 from autopar.cost_models.compute import KernelModel, Op, memory_op
 from autopar.cost_models.memory import Buffer, Peak, peak
 from autopar.cost_models.timeline import COMPUTE, Event, Timeline, simulate
-from autopar.passes.base import InputKind, OutputKind, Program
+from autopar.passes.base import InputKind, OutputKind, Phase, Program
 from autopar.passes.pricing import buffers, op_name, price_node, tensor_bytes, tensors
 
 # What a value waits for: per stream, the last event it depends on.
 _After = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSpan:
+    """When a sub-program ran, in seconds from the start of the step."""
+
+    phase: Phase
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +41,38 @@ class ProgramCost:
         step_s: duration, optimizer included.
         peak: the moment of most memory on the rank that needs most, and whose it is; optimizer state included.
         timeline: when everything runs.
+        optimizer_s: the part of ``step_s`` in which the optimizer updates.
         sent_bytes: per mesh axis group, the bytes of full tensors that a rank communicates.
+        flops: floating-point operations of the rank that does most.
         by_bytes: ops without a formula, priced by their bytes alone.
+        parts: the first program's sub-programs (a stage's forward or backward of a micro-batch), in order.
     """
 
     step_s: float
     peak: Peak
     timeline: Timeline
+    optimizer_s: float
     sent_bytes: Mapping[str, float]
+    flops: float
     by_bytes: tuple[str, ...]
+    parts: tuple[PartSpan, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Writer:
-    """Turns the nodes of one program into events."""
+class ProgramEvents:
+    """The nodes of one program as events, in order.
+
+    Attributes:
+        program: what is read.
+        rank: its number among the programs simulated together.
+        kernels, collectives: what prices computations and communications.
+        spans: how each group lies on the cluster.
+        events: one a node that takes time.
+        sent: bytes of full tensors that the rank communicates, by group.
+        unknown: ops priced by their bytes alone.
+        parts: (phase, first event, event behind the last) of every sub-program.
+        flops: floating-point operations.
+    """
 
     program: Program
     rank: int
@@ -56,6 +83,8 @@ class _Writer:
     sent: dict[str, float]
     unknown: set[str]
     messages: Counter[str]
+    parts: list[tuple[Phase, int, int]]
+    flops: float = 0.0
 
     def graph(self, module: fx.GraphModule, arguments: Sequence[_After]) -> list[_After]:
         """Add the events of ``module``'s graph; returns what each output waits for."""
@@ -68,8 +97,10 @@ class _Writer:
             elif node.op == "call_module":
                 inner = module.get_submodule(str(node.target))
                 if isinstance(inner, fx.GraphModule):
+                    first = len(self.events)
                     items[node] = self.graph(inner, [after[a] for a in node.args if isinstance(a, fx.Node)])
                     after[node] = _latest(items[node])
+                    self.parts.append((node.meta.get("phase", Phase.FORWARD), first, len(self.events)))
             elif node.op == "output":
                 leaves = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
                 return [after.get(leaf, {}) if isinstance(leaf, fx.Node) else {} for leaf in leaves]
@@ -93,6 +124,7 @@ class _Writer:
                 stream, meets = self.message(node, item.cost.group, stream)
         else:
             stream, seconds = COMPUTE, self.compute(item.cost)
+            self.flops += item.cost.flops
         if seconds == 0.0:
             return waits
         self.events.append(
@@ -119,9 +151,11 @@ class _Writer:
         return direction, f"{group} {members} {source}>{target} {self.messages[direction]}"
 
     def compute(self, op: Op) -> float:
+        """Seconds of one computation."""
         return self.kernels.total_seconds([op], dispatch_s=self.kernels.device.dispatch_s)
 
     def transfer(self, transfer: Transfer) -> tuple[str, float]:
+        """Stream and seconds of one communication, which is added to ``sent``."""
         span = self.spans[transfer.group]
         self.sent[transfer.group] = self.sent.get(transfer.group, 0.0) + transfer.bytes
         level = self.collectives.cluster.levels[span.outermost]
@@ -139,7 +173,7 @@ def _latest(values: Sequence[_After]) -> _After:
 
 def program_events(
     program: Program, kernels: KernelModel, collectives: CollectiveModel, *, rank: int = 0
-) -> tuple[list[Event], dict[str, float], set[str]]:
+) -> ProgramEvents:
     """Events of one rank's program, in order.
 
     Args:
@@ -147,14 +181,11 @@ def program_events(
         kernels: prices computations.
         collectives: prices communications, on the cluster of which the mesh is a part.
         rank: number of the program among those simulated together.
-
-    Returns:
-        The events, the bytes sent by group, and the names of ops priced by bytes alone.
     """
     mesh = dict(zip(program.mesh.axes, program.mesh.sizes, strict=True))
     groups = {g for m in _modules(program.graph_module) for g in _groups(m)}
     spans = {g: collectives.cluster.group_span(mesh, g) for g in groups}
-    writer = _Writer(
+    found = ProgramEvents(
         program=program,
         rank=rank,
         kernels=kernels,
@@ -164,9 +195,10 @@ def program_events(
         sent={},
         unknown=set(),
         messages=Counter(),
+        parts=[],
     )
-    writer.graph(program.graph_module, [{} for _ in program.inputs])
-    return writer.events, writer.sent, writer.unknown
+    found.graph(program.graph_module, [{} for _ in program.inputs])
+    return found
 
 
 def _modules(module: fx.GraphModule) -> list[fx.GraphModule]:
@@ -204,18 +236,32 @@ def predict(
     kernels = KernelModel(device=cluster.device)
     collectives = CollectiveModel(cluster=cluster)
     rows = [program_events(p, kernels, collectives, rank=i) for i, p in enumerate(programs)]
-    timeline = simulate([events for events, _, _ in rows], slowdown=slowdown)
+    timeline = simulate([row.events for row in rows], slowdown=slowdown)
     held = [_parameter_bytes(p) for p in programs]
     state = max(held) * optimizer_bytes_per_parameter_byte
     # Reads gradient, parameter and state; writes parameter and state.
     update = memory_op("optimizer", max(held) * 3 + 2 * state)
     peaks = [_peak(p, size * optimizer_bytes_per_parameter_byte) for p, size in zip(programs, held, strict=True)]
+    optimizer_s = float(kernels.seconds([update])[0])
     return ProgramCost(
-        step_s=timeline.step_s + float(kernels.seconds([update])[0]),
+        step_s=timeline.step_s + optimizer_s,
         peak=max(peaks, key=lambda p: p.bytes),
         timeline=timeline,
-        sent_bytes=rows[0][1],
-        by_bytes=tuple(sorted(set().union(*(unknown for _, _, unknown in rows)))),
+        optimizer_s=optimizer_s,
+        sent_bytes=rows[0].sent,
+        flops=max(row.flops for row in rows),
+        by_bytes=tuple(sorted(set().union(*(row.unknown for row in rows)))),
+        parts=_part_spans(rows[0], timeline),
+    )
+
+
+def _part_spans(row: ProgramEvents, timeline: Timeline) -> tuple[PartSpan, ...]:
+    """When the sub-programs of the first program ran."""
+    starts, ends = timeline.starts[row.rank], timeline.ends[row.rank]
+    return tuple(
+        PartSpan(phase=phase, start_s=min(starts[first:last]), end_s=max(ends[first:last]))
+        for phase, first, last in row.parts
+        if last > first
     )
 
 
