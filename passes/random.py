@@ -16,14 +16,23 @@ import torch
 from torch import fx
 
 from autopar.cost_models.errors import UnsupportedOpError
-from autopar.passes.placement import Shard
-from autopar.passes.redistribute import MICROBATCHES
+from autopar.passes.placement import REPLICATE, Shard
+from autopar.passes.redistribute import MICROBATCHES, Redistributor
+from autopar.passes.rules.table import op_name
 from autopar.passes.torch_ops import OpOverload
 
 if TYPE_CHECKING:
     from autopar.passes.lowering import LocalContext
 
 SEED_NAME = "rng_seed"
+# Draws that read the values of their arguments; of the arguments of others only the shape matters.
+READS_VALUES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("bernoulli", "binomial", "poisson", "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor"),
+        *("multinomial", "rrelu_with_noise_functional"),
+    )
+)
 MULTIPLIER = 6364136223846793005  # Knuth's MMIX constant: spreads (draw, part) over 64 bits
 
 
@@ -74,12 +83,22 @@ def lower_exact(ctx: LocalContext) -> Any:
         p = call["p"]
         scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
         return ctx.emit("mul.Scalar", ctx.emit("mul.Tensor", ctx.tensor(0), mask), scale), mask
-    if call.tensors and not ctx.row.nosplit.issuperset(ctx.row.sizes):
-        # Only the shape of the argument matters: draws that read their arguments have rows that are never split.
+    if op_name(call.op) in READS_VALUES:
+        ctx.tensors = [whole_value(ctx, i) for i in range(len(ctx.tensors))]
+    elif call.tensors:
         ctx.tensors[0] = whole_argument(ctx, 0)
-    elif not drawn_in_order(ctx):
-        ctx.tensors = [ctx.emit("copy", whole_argument(ctx, i), t) for i, t in enumerate(ctx.tensors)]
     return ctx.narrow_output(ctx.emit_unchanged(), 0)
+
+
+def whole_value(ctx: LocalContext, index: int) -> fx.Node:
+    """The whole of a tensor argument, lying in memory as one device's does."""
+    shape = tuple(ctx.call.shapes[index])
+    layout = tuple(choice.inputs[index] for choice in ctx.choices)
+    mover = Redistributor(ctx.emitter, ctx.axes, ctx.sizes, ctx.coords)
+    whole = mover.run(ctx.tensors[index], layout, tuple(REPLICATE for _ in layout), shape)
+    if whole.meta["val"].stride() == ctx.call.tensors[index].meta["val"].stride():
+        return whole
+    return ctx.emit("copy", whole_argument(ctx, index), whole)
 
 
 def drawn_in_order(ctx: LocalContext) -> bool:

@@ -65,4 +65,5 @@ def attention_backward_row(call: Call) -> Row:
         sizes=sizes,
         reduce={"g": "sum"} if "l" in keep else {"g": "sum", "l": "sum"},
         nosplit=frozenset(keep),
+        linear=(frozenset({0}),),
     )

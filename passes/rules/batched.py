@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,26 +71,27 @@ def batched(inputs: Mapping[str, int], outputs: Sequence[int], linear: Linear = 
     return rule
 
 
-def solving(inputs: Mapping[str, int], side: str) -> Callable[[Call], Row]:
-    """A rule for a solver with given factors: linear in the right-hand side ``side``, whose columns are free.
+def solving(inputs: Mapping[str, int], side: str, others: Sequence[int] = ()) -> Callable[[Call], Row]:
+    """A rule for a solver with given factors: the columns of the right-hand side ``side`` are free.
 
-    With ``left=False`` the system is written the other way round, and rows are free.
+    With ``left=False`` the system is written the other way round, and rows are free.  Outputs beside the solution
+    (``others``: how many trailing dims are their own) tell of the factors; with none the call is linear in ``side``.
     """
 
     def rule(call: Call) -> Row:
-        row = batched(inputs, (2,))(call)
+        row = batched(inputs, (2, *others))(call)
         free = -1 if call.args.get("left", True) else -2
         index = [name for name in call.names if call.has(name)].index(side)
         out = row.outputs[0]
         if len(row.inputs[index]) < 2 or out is None:
             return row
-        column = row.inputs[index][free]
-        whole = tuple(d for d in out)
-        place = len(whole) + free
+        column, solution = row.inputs[index][free], list(out)
+        solution[free] = column
         return row.with_(
-            outputs=((*whole[:place], column, *whole[place + 1 :]),),
+            outputs=(tuple(solution), *row.outputs[1:]),
             nosplit=row.nosplit - frozenset(column),
-            linear=(frozenset({index}),),
+            complete={**row.complete, **dict.fromkeys(column, frozenset(range(1, len(row.outputs))))},
+            linear=() if others else (frozenset({index}),),
         )
 
     return rule
@@ -99,8 +101,8 @@ def solve_row(call: Call) -> Row:
     """aten._linalg_solve_ex: the right-hand side is a vector or a matrix."""
     a, b = call.shape("A"), call.shape("B")
     vector = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
-    own = 1 if vector else 2
-    return batched({"A": 2, "B": own}, (own, 2, 1, 0))(call)
+    rule = batched({"A": 2, "B": 1}, (1, 2, 1, 0)) if vector else solving({"A": 2, "B": 2}, "B", (2, 1, 0))
+    return rule(call)
 
 
 def transform_row(call: Call) -> Row:
@@ -135,14 +137,21 @@ def parts_row(call: Call) -> Row:
 
 
 def bits_row(call: Call) -> Row:
-    """aten.view.dtype: the bits of a tensor as another dtype; where the width changes, the last dim stays whole."""
+    """aten.view.dtype: the bits of a tensor as another dtype; where the width changes, so does the last dim."""
     source, target = call.shapes[0], call.out_shapes[0] or ()
     dims, sizes = dims_of(source)
     if source == target:
         return Row(inputs=(tuple(dims),), outputs=(tuple(dims),), sizes=sizes)
-    last = ("o",) if target[-1] != 1 else ()
-    whole = frozenset((*dims[-1], "o"))
-    return Row(inputs=(tuple(dims),), outputs=((*dims[:-1], last),), sizes={**sizes, "o": target[-1]}, nosplit=whole)
+    few = min(source[-1], target[-1])
+    pieces = max(source[-1], target[-1]) // max(few, 1)
+    wide, narrow = (("m",) if few != 1 else ()), (("m", "w") if few != 1 else ("w",))
+    last, new = (wide, narrow) if few == source[-1] else (narrow, wide)
+    return Row(
+        inputs=((*dims[:-1], last),),
+        outputs=((*dims[:-1], new),),
+        sizes={**sizes, "m": few, "w": pieces},
+        nosplit=frozenset("w"),
+    )
 
 
 def cross_row(call: Call) -> Row:
@@ -181,11 +190,12 @@ def cdist_row(call: Call) -> Row:
         by_product = x1[-2] > DISTANCE_BY_PRODUCT or x2[-2] > DISTANCE_BY_PRODUCT
         return {"compute_mode": (1 if by_product else 2) if mode == 0 else mode}
 
+    how = {0: "sum", 1: "sum", math.inf: "max"}.get(call["p"])
     return Row(
         inputs=((*lead, p, m), (*lead, r, m)),
         outputs=((*lead, p, r),),
         sizes=sizes,
-        nosplit=frozenset({"m"}),
+        reduce={"m": how} if how else {},
         localize=localize,
     )
 
@@ -239,7 +249,7 @@ def trilinear_row(call: Call) -> Row:
     )
 
 
-def members_row(*whole: str) -> Callable[[Call], Row]:
+def members_row(*whole: str, linear: Linear = ()) -> Callable[[Call], Row]:
     """A rule for look-ups element by element in tensors that stay whole (isin, bucketize, take)."""
 
     def rule(call: Call) -> Row:
@@ -257,16 +267,60 @@ def members_row(*whole: str) -> Callable[[Call], Row]:
                 inputs.append(tuple(own))
             else:
                 inputs.append(tuple(dims))
-        return Row(inputs=tuple(inputs), outputs=(tuple(dims),), sizes=sizes, nosplit=frozenset(keep))
+        return Row(inputs=tuple(inputs), outputs=(tuple(dims),), sizes=sizes, nosplit=frozenset(keep), linear=linear)
 
     return rule
 
 
 def searchsorted_row(call: Call) -> Row:
-    """aten.searchsorted.Tensor: one sorted row for all, or one a leading index."""
+    """aten.searchsorted.Tensor: one sorted row for all, or one a leading index; values are looked up one by one."""
     if len(call.shape("sorted_sequence")) == 1:
         return members_row("sorted_sequence", "sorter")(call)
-    return batched({"sorted_sequence": 1, "self": 1, "sorter": 1}, (1,))(call)
+    row = batched({"sorted_sequence": 1, "self": 1, "sorter": 1}, (1,))(call)
+    values, out = row.inputs[1][-1], row.outputs[0] or ()
+    return row.with_(outputs=((*out[:-1], values),), nosplit=row.nosplit - frozenset(values))
+
+
+def histogram_row(call: Call) -> Row:
+    """aten.histc with its range given: counts of parts add up; without, the range is that of all elements."""
+    row = opaque_row(call)
+    if call["min"] == call["max"]:
+        return row
+    factors = frozenset(f for dim in row.inputs[0] for f in dim)
+    return row.with_(reduce=dict.fromkeys(factors, "sum"), nosplit=row.nosplit - factors)
+
+
+def samples_row(call: Call) -> Row:
+    """aten.multinomial: every row of probabilities is drawn from for itself."""
+    return batched({"self": 1}, (1,))(call).with_(random=True)
+
+
+def segments_row(call: Call) -> Row:
+    """aten.segment_reduce and its backward along dim 0, with lengths or offsets: trailing dims are free."""
+    trailing = call.shape("data")[1:]
+    if call["axis"] != 0 or not trailing:
+        return opaque_row(call)
+    dims, sizes = dims_of(trailing, "t")
+    keep: set[str] = set()
+
+    def described(shape: tuple[int, ...], tag: str) -> Dims:
+        rest = len(shape) - len(trailing)
+        shared = rest == 1 and shape[1:] == trailing
+        own, found = dims_of(shape[:1] if shared else shape, tag)
+        sizes.update(found)
+        keep.update(found)
+        return (*own, *dims) if shared else tuple(own)
+
+    names = [name for name in call.names if call.has(name)]
+    plain = ("lengths", "offsets")
+    inputs = []
+    for name in names:
+        shape = call.shape(name)
+        if name in plain and len(shape) != 1:
+            return opaque_row(call)
+        inputs.append(described(shape, f"{name}_"))
+    outputs = tuple(described(s or (), f"o{i}_") for i, s in enumerate(call.out_shapes))
+    return Row(inputs=tuple(inputs), outputs=outputs, sizes=sizes, nosplit=frozenset(keep))
 
 
 def renorm_row(call: Call) -> Row:

@@ -282,7 +282,14 @@ def along_index_row(call: Call) -> Row:
         inputs.append((*dims[:dim], place, *dims[dim + 1 :]) if call.shape("source") else ())
     if call.has("value"):
         inputs.append(())
-    return Row(inputs=tuple(inputs), outputs=(tuple(dims),), sizes=sizes, nosplit=frozenset((*dims[dim], "j")))
+    copies = "copy" in call.op._schema.name
+    return Row(
+        inputs=tuple(inputs),
+        outputs=(tuple(dims),),
+        sizes=sizes,
+        nosplit=frozenset((*dims[dim], "j")),
+        linear=(frozenset({0, 2}),) if copies else (),
+    )
 
 
 def bag_row(call: Call) -> Row:

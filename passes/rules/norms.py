@@ -45,6 +45,7 @@ def layer_norm_backward_row(call: Call) -> Row:
         inputs=tuple(inputs),
         outputs=(tuple(dims) if mask[0] else None, tail if mask[1] else None, tail if mask[2] else None),
         sizes=sizes,
+        linear=(frozenset({0}),),
         reduce={f: "sum" for d in dims[:lead] for f in d},
         nosplit=frozenset(f for d in dims[lead:] for f in d),
     )
@@ -75,6 +76,7 @@ def rms_norm_backward_row(call: Call) -> Row:
         inputs=tuple(inputs),
         outputs=(tuple(dims) if mask[0] else None, tuple(dims[lead:]) if mask[1] else None),
         sizes=sizes,
+        linear=(frozenset({0}),),
         reduce={f: "sum" for d in dims[:lead] for f in d},
         nosplit=frozenset(f for d in dims[lead:] for f in d),
     )
@@ -129,6 +131,7 @@ def group_norm_backward_row(call: Call) -> Row:
         inputs=tuple(inputs),
         outputs=(full if mask[0] else None, channel if mask[1] else None, channel if mask[2] else None),
         sizes=sizes,
+        linear=(frozenset({0}),),
         reduce={"n": "sum"},
         nosplit=frozenset(f for f in sizes if f not in ("n", "g")),
         localize=group_norm_localize,
@@ -143,7 +146,9 @@ def batch_norm_row(call: Call) -> Row:
     backward = "backward" in call.op._schema.name
     x = call.shape("input")
     dims, sizes = dims_of(x)
-    training = call.args.get("training", call.args.get("train", "no_training" not in call.op._schema.name))
+    training = call.args.get(
+        "training", call.args.get("train", call.args.get("update", "no_training" not in call.op._schema.name))
+    )
     channel = (dims[1],)
 
     def described(shape: tuple[int, ...] | None) -> Dims:
@@ -155,13 +160,16 @@ def batch_norm_row(call: Call) -> Row:
 
     outputs = tuple(None if s is None else described(s) for s in call.out_shapes)
     others = {f for i, d in enumerate(dims) for f in d if i != 1}
+    # Statistics that were not asked for, and what cuDNN keeps for itself, are empty tensors.
+    empty = frozenset(i for i, s in enumerate(call.out_shapes) if s is not None and 0 in s)
+    evaluates = not training and not backward
+    narrow = frozenset(i for i, o in enumerate(outputs) if o is not None and o != tuple(dims))
     return Row(
         inputs=tuple(described(s) for s in call.shapes),
         outputs=outputs,
         sizes=sizes,
+        linear=(frozenset({0}),) if backward else (),
         reduce=dict.fromkeys(others, "sum") if backward and not training else {},
         nosplit=frozenset(others) if training else frozenset(),
-        complete={f: frozenset(i for i, o in enumerate(outputs) if o is not None and o != tuple(dims)) for f in others}
-        if not training and not backward
-        else {},
+        complete=dict.fromkeys(dims[1], empty) | dict.fromkeys(others, narrow if evaluates else empty),
     )

@@ -105,7 +105,7 @@ def nll_forward_row(call: Call) -> Row:
     inputs: list[Dims] = [full, target]
     if call.has("weight"):
         inputs.append((("v",) if "v" in sizes else (),))
-    # Without weights the count of valid targets is whole on ranks that split the classes.
+    # Without weights the count of valid targets is whole on ranks that split the classes; without reduction it is zero.
     counted = {} if call.has("weight") and not none else {"v": frozenset({1})}
     rest = [f for f in sizes if f != "v"]
     return Row(
@@ -148,7 +148,9 @@ def lower_nll_forward(ctx: LocalContext) -> Any:
     else:
         share = ctx.emit("_to_copy", ctx.emit("ne.Scalar", target, call["ignore_index"]), dtype=x.meta["val"].dtype)
     picked = ctx.emit("masked_fill.Scalar", picked, ctx.emit("logical_not", held), 0)
-    return (picked if call["reduction"] == NONE else ctx.emit("sum", picked)), ctx.emit("sum", share)
+    if call["reduction"] == NONE:
+        return picked, ctx.emit("full", [], 0, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
+    return ctx.emit("sum", picked), ctx.emit("sum", share)
 
 
 def weights_of(ctx: LocalContext, weight: Any, index: Any, held: Any) -> Any:

@@ -14,27 +14,37 @@ def num_places(call: Call) -> int:
 
 def pool_row(call: Call) -> Row:
     """Pooling, padding and resampling, forward and backward: leading (batch and channel) dims are free."""
-    target = call.out_shapes[0] or ()
+    name, target = call.op._schema.name, call.out_shapes[0] or ()
     lead = len(target) - num_places(call)
     if lead < 0 or any(len(s) < lead or s[:lead] != target[:lead] for s in call.shapes):
         return opaque_row(call)
     dims, sizes = dims_of(target[:lead])
     keep: set[str] = set()
+    free = unpadded(call, len(target)) if "_pad" in name else ()
 
     def described(shape: tuple[int, ...], tag: str) -> Dims:
-        tail, found = dims_of(shape[lead:], tag)
-        sizes.update(found)
-        keep.update(found)
-        return (*dims, *tail)
+        out = list(dims)
+        for d in range(lead, len(shape)):
+            factor = f"p{d}" if d in free else f"{tag}{d}"
+            out.append((factor,) if shape[d] != 1 else ())
+            sizes[factor] = shape[d]
+            keep.update(() if d in free else (factor,))
+        return tuple(out)
 
     return Row(
         inputs=tuple(described(s, f"i{i}_") for i, s in enumerate(call.shapes)),
         outputs=tuple(None if s is None else described(s, f"o{i}_") for i, s in enumerate(call.out_shapes)),
         sizes=sizes,
         nosplit=frozenset(keep),
-        linear=() if "max" in call.op._schema.name else LINEAR_IN_FIRST,
+        linear=() if "max" in name and "backward" not in name else LINEAR_IN_FIRST,
         shape_args={"input_size": 0} if "input_size" in call.names else {},
     )
+
+
+def unpadded(call: Call, rank: int) -> list[int]:
+    """Dims to which a padding adds nothing; its amounts come in pairs, those of the last dim first."""
+    amounts = call["padding"]
+    return [rank - 1 - i for i in range(len(amounts) // 2) if not amounts[2 * i] and not amounts[2 * i + 1]]
 
 
 def unpool_row(call: Call) -> Row:

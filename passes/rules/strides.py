@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from autopar.passes.rules.pointwise import is_pointwise
 from autopar.passes.torch_ops import OpOverload
 
@@ -28,4 +30,6 @@ ANY_STRIDES = frozenset(
 @lru_cache(maxsize=4096)
 def takes_any_strides(op: OpOverload) -> bool:
     """Whether ``op`` may be given arguments that are not contiguous where one device's were."""
+    if op is torch.ops.aten.view.dtype:  # the same name as the view that changes sizes, and bound to the strides
+        return False
     return op._schema.name in ANY_STRIDES or is_pointwise(op)

@@ -29,7 +29,11 @@ from autopar.passes.rules.row import Call, Row, parse_row
 from autopar.passes.torch_ops import OpOverload
 
 Rule = Callable[[Call], Row]
-IN_THIRD = (frozenset({2}),)
+
+UNSUMMED = (
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+)
 
 PLACES = """
     avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
@@ -97,6 +101,8 @@ RULES: Mapping[str, Rule] = {
     "aten::tril": diagonals.triangle_row,
     "aten::triu": diagonals.triangle_row,
     "aten::repeat": views.repeat_row,
+    "aten::as_strided": views.strided_row,
+    "aten::as_strided_scatter": views.strided_row,
     "aten::diagonal": diagonals.diagonal_row,
     "aten::unfold": diagonals.unfold_row,
     "aten::unfold_backward": diagonals.unfold_backward_row,
@@ -116,6 +122,8 @@ RULES: Mapping[str, Rule] = {
     "aten::_native_batch_norm_legit_functional": norms.batch_norm_row,
     "aten::_native_batch_norm_legit_no_training": norms.batch_norm_row,
     "aten::native_batch_norm_backward": norms.batch_norm_row,
+    "aten::_batch_norm_with_update_functional": norms.batch_norm_row,
+    "aten::batch_norm_backward": norms.batch_norm_row,
     # softmax and losses
     "aten::_softmax": softmax.softmax_row,
     "aten::_log_softmax": softmax.softmax_row,
@@ -154,12 +162,12 @@ RULES: Mapping[str, Rule] = {
     "aten::all": reductions.reduction("min"),
     "aten::all.dim": reductions.reduction("min"),
     "aten::all.dims": reductions.reduction("min"),
-    "aten::max.dim": reductions.reduction(None),
-    "aten::min.dim": reductions.reduction(None),
-    "aten::argmax": reductions.reduction(None),
-    "aten::argmin": reductions.reduction(None),
-    "aten::prod": reductions.reduction(None),
-    "aten::prod.dim_int": reductions.reduction(None),
+    "aten::max.dim": reductions.pick_row,
+    "aten::min.dim": reductions.pick_row,
+    "aten::argmax": reductions.pick_row,
+    "aten::argmin": reductions.pick_row,
+    "aten::prod": reductions.prod_row,
+    "aten::prod.dim_int": reductions.prod_row,
     "aten::var.correction": reductions.reduction(None),
     "aten::var_mean.correction": reductions.reduction(None),
     "aten::std.correction": reductions.reduction(None),
@@ -167,7 +175,7 @@ RULES: Mapping[str, Rule] = {
     "aten::count_nonzero": reductions.reduction("sum"),
     "aten::count_nonzero.dim_IntList": reductions.reduction("sum"),
     "aten::logsumexp": reductions.logsumexp_row,
-    "aten::cumsum": reductions.scan_row(linear=True),
+    "aten::cumsum": reductions.cumsum_row,
     "aten::cumprod": reductions.scan_row(linear=False),
     "aten::cummax": reductions.scan_row(linear=False),
     "aten::cummin": reductions.scan_row(linear=False),
@@ -212,7 +220,7 @@ RULES: Mapping[str, Rule] = {
     "aten::grid_sampler_3d_backward": spatial.sampler_backward_row,
     # batches of matrices, transforms, distances
     "aten::linalg_solve_triangular": batched.solving({"self": 2, "B": 2}, "B"),
-    "aten::triangular_solve": batched.batched({"self": 2, "A": 2}, (2, 2)),
+    "aten::triangular_solve": batched.solving({"self": 2, "A": 2}, "self", (2,)),
     "aten::_linalg_solve_ex": batched.solve_row,
     "aten::_linalg_svd": batched.batched({"A": 2}, (2, 1, 2)),
     "aten::_linalg_eigh": batched.batched({"A": 2}, (1, 2)),
@@ -235,7 +243,7 @@ RULES: Mapping[str, Rule] = {
     "aten::linalg_matrix_exp": batched.batched({"self": 2}, (2,)),
     "aten::linalg_householder_product": batched.batched({"input": 2, "tau": 1}, (2,)),
     "aten::geqrf": batched.batched({"self": 2}, (2, 1)),
-    "aten::ormqr": batched.batched({"self": 2, "input2": 1, "input3": 2}, (2,), IN_THIRD),
+    "aten::ormqr": batched.solving({"self": 2, "input2": 1, "input3": 2}, "input3"),
     "aten::linalg_cross": batched.cross_row,
     "aten::addr": batched.addr_row,
     "aten::_trilinear": batched.trilinear_row,
@@ -250,7 +258,10 @@ RULES: Mapping[str, Rule] = {
     "aten::isin.Tensor_Tensor": batched.members_row("test_elements"),
     "aten::bucketize.Tensor": batched.members_row("boundaries"),
     "aten::searchsorted.Tensor": batched.searchsorted_row,
-    "aten::take": batched.members_row("self"),
+    "aten::histc": batched.histogram_row,
+    "aten::segment_reduce": batched.segments_row,
+    "aten::_segment_reduce_backward": batched.segments_row,
+    "aten::take": batched.members_row("self", linear=views.LINEAR_IN_FIRST),
     "aten::renorm": batched.renorm_row,
     # tensors from nothing
     "aten::full": factories.constant_row,
@@ -284,20 +295,21 @@ RULES: Mapping[str, Rule] = {
     "aten::randn_like": factories.random_factory_row,
     "aten::randint_like": factories.random_factory_row,
     "aten::randint_like.low_dtype": factories.random_factory_row,
-    "aten::bernoulli": factories.whole_random_row,
+    "aten::bernoulli": factories.random_factory_row,
     "aten::bernoulli.p": factories.random_factory_row,
-    "aten::normal.Tensor_float": factories.whole_random_row,
-    "aten::normal.float_Tensor": factories.whole_random_row,
-    "aten::normal.Tensor_Tensor": factories.whole_random_row,
+    "aten::normal.Tensor_float": factories.random_factory_row,
+    "aten::normal.float_Tensor": factories.random_factory_row,
+    "aten::normal.Tensor_Tensor": factories.random_factory_row,
     "aten::normal_functional": factories.random_factory_row,
     "aten::uniform": factories.random_factory_row,
     "aten::exponential": factories.random_factory_row,
     "aten::cauchy": factories.random_factory_row,
     "aten::geometric": factories.random_factory_row,
     "aten::log_normal": factories.random_factory_row,
-    "aten::poisson": factories.whole_random_row,
+    "aten::binomial": factories.random_factory_row,
+    "aten::poisson": factories.random_factory_row,
     "aten::randperm": factories.whole_random_row,
-    "aten::multinomial": factories.whole_random_row,
+    "aten::multinomial": batched.samples_row,
 }
 
 
@@ -327,11 +339,17 @@ class RuleTable:
     def row(self, call: Call) -> Row | None:
         """The row of a call, or None where no rule is known."""
         rule = self._rules.get(op_name(call.op))
-        if rule is not None:
-            return rule(call)
-        return (
-            pointwise.pointwise_row(call) if pointwise.is_pointwise(call.op) and call.outputs[0] is not None else None
-        )
+        if rule is None and pointwise.is_pointwise(call.op) and call.outputs[0] is not None:
+            rule = pointwise.pointwise_row
+        if rule is None:
+            return None
+        row = rule(call)
+        return row if can_be_partial(call) else row.with_(linear=())
+
+
+def can_be_partial(call: Call) -> bool:
+    """Whether sums over ranks can be taken of what the call gives: float8 and large unsigned numbers have no sum."""
+    return all(o is None or o.dtype not in UNSUMMED for o in call.outputs)
 
 
 def op_name(op: OpOverload) -> str:

@@ -451,6 +451,11 @@ def repeat_row(call: Call) -> Row:
     return Row(inputs=(tuple(dims),), outputs=(tuple(out),), sizes=sizes, linear=LINEAR_IN_FIRST, localize=localize)
 
 
+def strided_row(call: Call) -> Row:
+    """as_strided and as_strided_scatter: elements are found by their place in memory, so nothing is split."""
+    return opaque_row(call).with_(linear=(frozenset(range(len(call.shapes))),))
+
+
 def opaque_row(call: Call) -> Row:
     """A row that offers nothing: the call runs replicated."""
     inputs, sizes = [], {}

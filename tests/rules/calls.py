@@ -36,12 +36,10 @@ class Recorded:
 
     def make(self, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
         """Arguments with fresh random tensors."""
-        prepare = PREPARED.get(self.op, lambda x: x)
         args = [decode(a, generator) for a in self.args]
         kwargs = {k: decode(v, generator) for k, v in self.kwargs.items()}
-        if args and isinstance(args[0], torch.Tensor):
-            args[0] = prepare(args[0])
-        return args, kwargs
+        prepare, count = PREPARED.get(self.op, (torch.clone, 0))
+        return [*map(prepare, args[:count]), *args[count:]], kwargs
 
     def __str__(self) -> str:
         parts = [brief(a) for a in self.args] + [f"{k}={brief(v)}" for k, v in self.kwargs.items()]
@@ -60,7 +58,7 @@ def brief(item: object) -> str:
 
 def encode(item: object, keep_values: bool = True) -> object:
     """A JSON value for an argument."""
-    if isinstance(item, torch.Tensor):
+    if isinstance(item, torch.Tensor) and str(item.dtype) in CONSTANTS:
         spec: dict[str, Any] = {"shape": list(item.shape), "dtype": str(item.dtype)}
         if keep_values and not item.dtype.is_floating_point and not item.dtype.is_complex:
             spec["values"] = item.reshape(-1).long().tolist()
@@ -115,11 +113,13 @@ def triangular(x: torch.Tensor) -> torch.Tensor:
     return (x / x.shape[-1]).tril() + 2 * torch.eye(x.shape[-1], dtype=x.dtype)
 
 
-# Operations that are defined on some matrices only.
-PREPARED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    **dict.fromkeys(
-        ("aten::cholesky", "aten::linalg_cholesky_ex", "aten::_linalg_eigh", "aten::linalg_ldl_factor_ex"),
-        positive_definite,
-    ),
-    **dict.fromkeys(("aten::cholesky_inverse", "aten::linalg_solve_triangular"), triangular),
+# Operations that are defined on some numbers or matrices only: what their first arguments are put through.
+PREPARED: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+    "aten::binary_cross_entropy": (torch.sigmoid, 2),
+    "aten::cholesky": (positive_definite, 1),
+    "aten::linalg_cholesky_ex": (positive_definite, 1),
+    "aten::_linalg_eigh": (positive_definite, 1),
+    "aten::linalg_ldl_factor_ex": (positive_definite, 1),
+    "aten::cholesky_inverse": (triangular, 1),
+    "aten::linalg_solve_triangular": (triangular, 1),
 }

@@ -13,7 +13,8 @@ import torch
 
 from autopar.passes.base import Mesh
 from autopar.passes.options import Choice
-from autopar.passes.placement import REPLICATE, Partial, Placement, Shard, can_split, make_shard
+from autopar.passes.placement import REPLICATE, Partial, Placement, Shard, can_split, chunk, make_shard
+from autopar.passes.rules.table import UNSUMMED
 from autopar.passes.torch_ops import resolve
 from autopar.verify.compare import difference, magnitude, shard_tensor
 from tests.rules.calls import Recorded
@@ -44,11 +45,11 @@ def shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     """Equal but for rounding (of the coarser of the dtypes), NaN where NaN."""
-    if got.shape != want.shape or got.dtype != want.dtype:
+    if (got.shape, got.dtype, got.layout) != (want.shape, want.dtype, torch.strided):
         return False
     if not (want.is_floating_point() or want.is_complex()):
         return torch.equal(got, want)
-    return difference(got, want) <= 200 * torch.finfo(want.dtype).eps * max(magnitude(want), 1e-3)
+    return difference(got, want) <= 200 * torch.finfo(want.dtype).eps * max(magnitude(want), 1e-12)
 
 
 def wrong_splits(call: Recorded) -> Iterator[str]:
@@ -77,9 +78,13 @@ def candidates(shapes: Sequence[torch.Size]) -> Iterator[tuple[Placement, ...]]:
 def forms(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> set[Placement]:
     """The placements under which the ranks' outputs make up the whole one."""
     found: set[Placement] = set()
+    if whole.layout is not torch.strided:
+        return found
+    if not whole.numel():
+        return {REPLICATE}
     if all(close(p, whole) for p in parts):
         found.add(REPLICATE)
-    if all(p.shape == whole.shape for p in parts) and whole.dtype != torch.bool:
+    if all(p.shape == whole.shape for p in parts) and whole.dtype not in (torch.bool, *UNSUMMED):
         if close(parts[0] + parts[1], whole):
             found.add(Partial("sum"))
         if not whole.is_complex() and close(torch.maximum(*parts), whole):
@@ -87,13 +92,24 @@ def forms(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> set[Placement]:
         if not whole.is_complex() and close(torch.minimum(*parts), whole):
             found.add(Partial("min"))
     for dim in range(whole.dim()):
-        if all(p.dim() == whole.dim() for p in parts) and sum(p.shape[dim] for p in parts) == whole.shape[dim]:
-            others = [s for d, s in enumerate(whole.shape) if d != dim]
-            if all([s for d, s in enumerate(p.shape) if d != dim] == others for p in parts):
-                size = whole.shape[dim]
-                if can_split(size, 2) and close(torch.cat(list(parts), dim), whole):
-                    found.add(make_shard(dim, 1, size, 2))
+        pieces = [p.shape[dim] for p in parts if p.dim() == whole.dim()]
+        if len(pieces) == len(parts) and sum(pieces) == whole.shape[dim] and min(pieces) > 0:
+            others = [p.shape[:dim] + p.shape[dim + 1 :] for p in (*parts, whole)]
+            if others.count(others[0]) == len(others) and close(torch.cat(list(parts), dim), whole):
+                found.update(shards(dim, pieces))
     return found
+
+
+def shards(dim: int, pieces: Sequence[int]) -> list[Shard]:
+    """The shards of a dim, seen as units of any size, that cut it into ``pieces``."""
+    size = sum(pieces)
+    fitting = []
+    for units in range(2, size + 1):
+        if size % units == 0 and can_split(units, len(pieces)):
+            rest = size // units
+            if [chunk(units, len(pieces), i)[1] * rest for i in range(len(pieces))] == list(pieces):
+                fitting.append(make_shard(dim, 1, units, len(pieces)))
+    return fitting
 
 
 def outcome(run: Run, tensors: Sequence[torch.Tensor], chosen: Sequence[Placement]) -> list[set[Placement]]:
@@ -161,7 +177,7 @@ def covers(choice: Choice, chosen: Sequence[Placement], found: Sequence[set[Plac
 def missing_linearity(call: Recorded) -> Iterator[str]:
     """Sets of one or two inputs in which the operation is linear on many draws, where the row does not say so."""
     first = single(call)
-    floating = [i for i, t in enumerate(first.tensors) if t.is_floating_point()]
+    floating = [i for i, t in enumerate(first.tensors) if t.is_floating_point() and t.numel() > 1]
     offered = set(first.row.linear)
     for group in [*combinations(floating, 1), *combinations(floating, 2)]:
         if any(known <= set(group) or known >= set(group) for known in offered):

@@ -62,6 +62,49 @@ def steps() -> Iterator[tuple[StepGraph, Mapping[str, Any]]]:
         yield step, {"seed[0]": torch.tensor(1.0)} | values
 
 
+def extra() -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+    """Calls that neither the database nor the models meet, or only with large tensors."""
+    line, image, box = torch.randn(2, 3, 4), torch.randn(2, 3, 4, 2), torch.randn(2, 2, 2, 3, 2)
+    grown = {1: [6], 2: [6, 4], 3: [4, 3, 5]}
+    for places, x in ((1, line), (2, image), (3, box)):
+        sizes, rest = grown[places], [None] * places
+        wide = torch.randn(2, x.shape[1], *sizes)
+        for kind in ("upsample_nearest", "_upsample_nearest_exact"):
+            yield f"aten::{kind}{places}d", [x, sizes, *rest], {}
+            yield f"aten::{kind}{places}d_backward", [wide, sizes, list(x.shape), *rest], {}
+    for name, x in (("linear1d", line), ("bilinear2d", image), ("bicubic2d", image), ("trilinear3d", box)):
+        places = x.dim() - 2
+        sizes, rest = grown[places], [False, *[None] * places]
+        wide = torch.randn(2, x.shape[1], *sizes)
+        yield f"aten::upsample_{name}", [x, sizes, *rest], {}
+        yield f"aten::upsample_{name}_backward", [wide, sizes, list(x.shape), *rest], {}
+        if places == 2:
+            yield f"aten::_upsample_{name}_aa", [x, sizes, *rest], {}
+            yield f"aten::_upsample_{name}_aa_backward", [wide, sizes, list(x.shape), *rest], {}
+    gain = torch.rand(4) + 0.5
+    yield "aten::_fused_rms_norm", [line, [4], gain, 1e-5], {}
+    yield "aten::_fused_rms_norm_backward", [line, line + 1, [4], torch.rand(2, 3, 1) + 0.5, gain, [True, True]], {}
+    mask = torch.arange(24).reshape(2, 3, 4) % 5 > 0
+    for how in ("all", "any"):
+        yield f"aten::{how}.dim", [mask, 1], {}
+        yield f"aten::{how}.dims", [mask, [0, 2], True], {}
+    yield "aten::count_nonzero.dim_IntList", [mask.float(), [0, 2]], {}
+    yield "aten::median.dim", [line, 1], {}
+    yield "aten::sort.stable", [line], {"stable": True, "dim": 1}
+    yield "aten::linalg_eig", [torch.randn(4, 3, 3)], {}
+    yield "aten::view.dtype", [line, torch.int32], {}
+    yield "aten::view.dtype", [line, torch.int16], {}
+    yield "aten::view", [image, [6, 8]], {}
+    yield "aten::_unsafe_view", [image, [2, 3, 8]], {}
+    yield "aten::eye.m", [4, 6], {}
+    yield "aten::linspace", [0, 1, 6], {}
+    yield "aten::linspace.Scalar_Tensor", [0, torch.tensor(2.0), 6], {}
+    yield "aten::logspace", [0, 1, 6], {}
+    yield "aten::logspace.Scalar_Tensor", [0, torch.tensor(2.0), 6], {}
+    yield "aten::tril_indices", [4, 4], {}
+    yield "aten::triu_indices", [4, 4], {}
+
+
 def weight(call: Mapping[str, Any]) -> tuple[int, int]:
     """Calls with many dims to split come first, small ones before large ones."""
     shapes = [t["shape"] for t in tensors([*call["args"], *call["kwargs"].values()])]
@@ -91,8 +134,11 @@ def record() -> dict[str, list[dict[str, Any]]]:
                 except TypeError:
                     continue
                 shapes = [t["shape"] for t in tensors([*call["args"], *call["kwargs"].values()])]
-                if all(0 < math.prod(shape) <= LARGEST for shape in shapes):
+                if shapes and all(0 < math.prod(shape) <= LARGEST for shape in shapes):
                     met.setdefault(op, {}).setdefault(str(shapes), call)
+    for op, args, kwargs in extra():
+        call = {"args": encode(args), "kwargs": {k: encode(v) for k, v in kwargs.items()}}
+        met.setdefault(op, {}).setdefault(str(call), call)
     return {op: sorted(calls.values(), key=weight)[:KEPT] for op, calls in sorted(met.items())}
 
 

@@ -101,8 +101,9 @@ class Single:
     def part(tensor: torch.Tensor, placement: Placement, mesh: Mesh, rank: int, *, strided: bool) -> torch.Tensor:
         """What ``rank`` holds of an input."""
         if isinstance(placement, Partial):
-            share = tensor * 0.25 if tensor.is_floating_point() or tensor.is_complex() else tensor // 2
-            value = share if rank else tensor - share * (mesh.size - 1)
+            exact = not (tensor.is_floating_point() or tensor.is_complex())
+            share = torch.zeros_like(tensor) if exact else tensor * 0.25
+            value = share if rank else tensor if exact else tensor - share * (mesh.size - 1)
         else:
             value = shard_tensor(tensor, (placement,), mesh.sizes, mesh.coords(rank))
         return scattered(value) if strided else value.contiguous()
