@@ -274,7 +274,8 @@ def taking(plan: Plan, inputs: Mapping[str, Layout]) -> Plan:
 def choose_plan(step: StepGraph, options: Options, world_size: int) -> Plan:
     """The best plan for ``world_size`` ranks that honours the constraints."""
     cluster = options.cluster or Cluster.local(world_size)
-    return Planner(step, cluster, options.constraints, options.optimizer, None, options.placed).best(world_size)
+    planner = Planner(step, cluster, options.constraints, options.optimizer, None, options.placed)
+    return planner.best(world_size, time_limit_s=options.time_limit_s)
 
 
 def check_sizes(options: Options, world_size: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import torch.distributed as dist
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -25,16 +26,17 @@ from rich.table import Table
 from autopar.calibrate import calibrate
 from autopar.capture import capture
 from autopar.cli_options import WorkOptions, with_work_options
-from autopar.cost_models.cluster import default_calibration_path
+from autopar.cost_models.cluster import Cluster, default_calibration_path
 from autopar.cost_models.errors import AutoparError, UsageError
 from autopar.lower import Lowering
 from autopar.models.catalogue import build, entry, names, needs_library
 from autopar.models.load import LoadedModel
 from autopar.passes.base import StepGraph
-from autopar.plan import Plan
+from autopar.plan import SEARCHED, Plan
 from autopar.report.changes import diff_programs
 from autopar.report.dump import FORMATS, dump
 from autopar.report.text import duration, quantity
+from autopar.report.weighed import weighed_document, weighed_table
 from autopar.runtime.world import connect
 from autopar.search.planner import Planner
 from autopar.verify.api import verify as compare
@@ -75,24 +77,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @app.command()
 @with_work_options
-def search(model: Model, *, output: Output = None, as_json: AsJson = False, work: WorkOptions) -> int:
-    """Find the plan for MODEL on a cluster, and say what a step costs."""
+def search(
+    model: Model,
+    *,
+    output: Output = None,
+    time_limit: Annotated[float | None, typer.Option(min=0.0, help="Seconds that the search may take.")] = None,
+    as_json: AsJson = False,
+    work: WorkOptions,
+) -> int:
+    """Find the plan for MODEL on a cluster, say what a step costs and why the other plans lose."""
     if work.cluster is None:
         raise UsageError("search needs --cluster, such as 2x8xH100 or a JSON file")
     loaded, cluster = work.load(model), work.ranks()
-    step, plan = _plan(loaded, work, None)
-    budget_bytes = work.constraints().memory_bytes or cluster.device.memory_bytes
-    fits = plan.predicted.peak_bytes <= budget_bytes
+    step = _captured(loaded)
+    planner = Planner(step, cluster, work.constraints(), work.optimizer)
+    with _busy("searching"):
+        ranking = planner.rank(cluster.num_devices, time_limit_s=time_limit)
+        plan = planner.plan(ranking)
     if output is not None:
         plan.save(output)
+    assumed = assumptions(loaded, step, cluster, work)
     if as_json:
-        _write(plan.to_json(), None)
+        document = json.loads(plan.to_json()) | {SEARCHED: weighed_document(ranking, assumed)}
+        _write(json.dumps(document, indent=1, allow_nan=False), None)
     else:
-        _write(f"{_assumptions(loaded, step, str(work.cluster))}\n{plan.explain()}", None)
-    if fits:
+        _write(f"{assumed}\n\n{weighed_table(ranking)}\n\n{plan.explain()}", None)
+    best, budget = ranking.best, quantity(ranking.budget_bytes, "B")
+    if best.fits or best.price is None:
         return DONE
-    needed, budget = quantity(plan.predicted.peak_bytes, "B"), quantity(budget_bytes, "B")
-    _complain(f"nothing fits: the smallest peak found is {needed} and a rank may use {budget}")
+    needed = f"{quantity(best.price.peak_bytes, 'B')} ({best.candidate.text()}), most of it {best.price.owner}"
+    _complain(f"nothing fits: the smallest peak found is {needed}; a rank may use {budget}")
     return NOTHING_FITS
 
 
@@ -164,12 +178,13 @@ def calibrate_command(
     *,
     output: Output = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default the accelerator, if any.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the first quartile counts.")] = 8,
     as_json: AsJson = False,
 ) -> int:
     """Measure this machine, and under torchrun its links, and write a cluster file that plans for it can use."""
     place = _device(device)
     path = default_calibration_path() if output is None else output
+    alone = not dist.is_initialized()
     world = connect(place)
     with Progress(console=Console(stderr=True), transient=True, disable=world.rank > 0) as progress:
         task = progress.add_task("measuring", total=1.0)
@@ -178,6 +193,8 @@ def calibrate_command(
             repeats=repeats,
             report=lambda name, share: progress.update(task, description=f"measured {name}", completed=share),
         )
+    if alone and dist.is_initialized():
+        dist.destroy_process_group()
     if world.rank > 0:
         return DONE
     try:
@@ -252,8 +269,7 @@ def _listed(name: str) -> _Listed:
 def _plan(loaded: LoadedModel, work: WorkOptions, file: Path | None) -> tuple[StepGraph, Plan]:
     """The captured step and the plan of ``file``, else one that is searched."""
     constraints, cluster = work.constraints(), work.ranks()
-    with _busy(f"capturing {loaded.name}"):
-        step = capture(loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)
+    step = _captured(loaded)
     if file is not None:
         plan = Plan.load(file)
         plan.check(step)
@@ -262,14 +278,29 @@ def _plan(loaded: LoadedModel, work: WorkOptions, file: Path | None) -> tuple[St
         return step, Planner(step, cluster, constraints, work.optimizer).best(cluster.num_devices)
 
 
-def _assumptions(loaded: LoadedModel, step: StepGraph, cluster: str) -> str:
+def _captured(loaded: LoadedModel) -> StepGraph:
+    with _busy(f"capturing {loaded.name}"):
+        return capture(loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn)
+
+
+def assumptions(loaded: LoadedModel, step: StepGraph, cluster: Cluster, work: WorkOptions) -> str:
+    """What a prediction rests on, in two lines: the call, the optimizer, the machine's figures."""
     batch = [
         f"{spec.name} {list(node.meta['val'].shape)}"
         for spec, node in zip(step.inputs, step.placeholders, strict=True)
         if spec.leaf >= 0
     ]
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in loaded.model.parameters()})
-    return f"{loaded.name} on {cluster}: parameters in {', '.join(dtypes)}; a step takes {', '.join(batch)}"
+    device = cluster.device
+    peaks = ", ".join(f"{dtype} {quantity(peak, 'FLOP/s')}" for dtype, peak in device.peak_flops.items())
+    links = ", ".join(
+        f"{level.name} of {level.fanout} at {quantity(level.device_bytes_per_s, 'B/s')}" for level in cluster.levels
+    )
+    return (
+        f"{loaded.name} on {work.cluster}: parameters in {', '.join(dtypes)}; a step takes {', '.join(batch)}\n"
+        f"assumed: {work.optimizer} with its state in the parameters' dtype; eager kernels; {device.name} with "
+        f"{quantity(device.memory_bytes, 'B')}, peaks {peaks}; a device's share of the links, one direction: {links}"
+    )
 
 
 def _report_json(report: Report) -> str:

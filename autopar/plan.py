@@ -29,6 +29,7 @@ SCHEMA = 1
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb")
 ZERO = (0, 1, 2, 3)
+SEARCHED = "search"  # what `autopar search --json` adds to a plan: not part of it
 MOST_CHUNKS = 16  # stages that one rank may run under an interleaved schedule
 
 
@@ -501,6 +502,7 @@ def _decode(document: Any) -> Plan:  # noqa: ANN401 - parsed JSON
     if document.get("schema") != SCHEMA:
         found = document.get("schema")
         raise PlanError(f"the plan has schema {found!r} and this version reads {SCHEMA}; make the plan again")
+    document.pop(SEARCHED, None)
     names = {f.name for f in dataclasses.fields(Plan)}
     if document.keys() != names:
         raise PlanError(f"fields are missing or unknown: {', '.join(sorted(document.keys() ^ names))}")

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import fx
 
-from autopar.cost_models.cluster import Cluster, Span
+from autopar.cost_models.cluster import Cluster, LinkLevel, Span
 from autopar.cost_models.collectives import Collective, CollectiveModel, Transfer
 from autopar.cost_models.compute import KernelModel, Op, memory_op
 from autopar.cost_models.memory import Buffer, Peak, peak
 from autopar.cost_models.timeline import COMPUTE, Event, Timeline, simulate
 from autopar.passes.base import InputKind, OutputKind, Phase, Program
-from autopar.passes.pricing import buffers, op_name, price_node, tensor_bytes, tensors
+from autopar.passes.pricing import base_of, buffers, op_name, price_node, tensor_bytes, tensors
 
 # What a value waits for: per stream, the last event it depends on.
 _After = dict[str, int]
@@ -26,7 +27,7 @@ _After = dict[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSpan:
-    """When a sub-program ran, in seconds from the start of the step."""
+    """When a sub-program computed, in seconds from the start of the step."""
 
     phase: Phase
     start_s: float
@@ -117,9 +118,10 @@ class ProgramEvents:
             return waits
         if item.by_bytes:
             self.unknown.add(op_name(node))
-        meets = ""
+        meets, level = "", None
         if isinstance(item.cost, Transfer):
-            stream, seconds = self.transfer(item.cost)
+            level, seconds = self.transfer(item.cost)
+            stream = level.name
             if item.cost.collective is Collective.SEND:
                 stream, meets = self.message(node, item.cost.group, stream)
         else:
@@ -134,6 +136,8 @@ class ProgramEvents:
                 seconds=seconds,
                 meets=meets,
                 waits=tuple((self.rank, i) for s, i in waits.items() if s != stream),
+                slows_compute=level.slows_compute if level else None,
+                slowed_by_compute=level.slowed_by_compute if level else 0.0,
             )
         )
         return {**waits, stream: len(self.events) - 1}
@@ -154,12 +158,12 @@ class ProgramEvents:
         """Seconds of one computation."""
         return self.kernels.total_seconds([op], dispatch_s=self.kernels.device.dispatch_s)
 
-    def transfer(self, transfer: Transfer) -> tuple[str, float]:
-        """Stream and seconds of one communication, which is added to ``sent``."""
+    def transfer(self, transfer: Transfer) -> tuple[LinkLevel, float]:
+        """Level and seconds of one communication, which is added to ``sent``."""
         span = self.spans[transfer.group]
         self.sent[transfer.group] = self.sent.get(transfer.group, 0.0) + transfer.bytes
         level = self.collectives.cluster.levels[span.outermost]
-        return level.name, float(self.collectives.seconds(transfer.collective, transfer.bytes, span))
+        return level, float(self.collectives.seconds(transfer.collective, transfer.bytes, span))
 
 
 def _latest(values: Sequence[_After]) -> _After:
@@ -256,13 +260,14 @@ def predict(
 
 
 def _part_spans(row: ProgramEvents, timeline: Timeline) -> tuple[PartSpan, ...]:
-    """When the sub-programs of the first program ran."""
+    """When the sub-programs of the first program computed."""
     starts, ends = timeline.starts[row.rank], timeline.ends[row.rank]
-    return tuple(
-        PartSpan(phase=phase, start_s=min(starts[first:last]), end_s=max(ends[first:last]))
-        for phase, first, last in row.parts
-        if last > first
-    )
+    found = []
+    for phase, first, last in row.parts:
+        inside = [i for i in range(first, last) if row.events[i].stream == COMPUTE]
+        if inside:
+            found.append(PartSpan(phase=phase, start_s=starts[inside[0]], end_s=ends[inside[-1]]))
+    return tuple(found)
 
 
 def _parameter_bytes(program: Program) -> float:
@@ -292,4 +297,27 @@ def _peak(program: Program, state_bytes: float) -> Peak:
     lives.append(
         Buffer(name="optimizer state", bytes=state_bytes, born=0, dies=len(graph.nodes), layer="", kind="optimizer")
     )
-    return peak(lives)
+    return peak([*lives, *_passing(program.graph_module)])
+
+
+def _passing(module: fx.GraphModule) -> Iterator[Buffer]:
+    """What sub-programs hold while they run, beyond what they take in and give back."""
+    needs: dict[str, tuple[float, str]] = {}
+    for i, node in enumerate(module.graph.nodes):
+        if node.op != "call_module":
+            continue
+        name = str(node.target)
+        if name not in needs:
+            needs[name] = _passing_bytes(cast("fx.GraphModule", module.get_submodule(name)))
+        size, layer = needs[name]
+        if size > 0:
+            yield Buffer(name=name, bytes=size, born=i, dies=i, layer=layer, kind="temporary")
+
+
+def _passing_bytes(module: fx.GraphModule) -> tuple[float, str]:
+    """The most that is alive inside beyond its inputs and all of its outputs, and the layer that holds most of it."""
+    taken = {n.name for n in module.graph.find_nodes(op="placeholder")}
+    top = peak(b for b in buffers(module.graph) if b.name not in taken)
+    given = {base_of(v) for v in module.graph.output_node().all_input_nodes}
+    outside = sum(tensor_bytes(t) for n in given if n.op != "placeholder" for t in tensors(n.meta.get("val")))
+    return top.bytes - outside, top.owners[0][0] if top.owners else ""

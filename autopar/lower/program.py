@@ -41,6 +41,8 @@ class Lowering:
         reduce_dtype: dtype in which low-precision gradients are summed; None: their own.
         bucket_bytes: gradients are reduced in buckets of about this size; 0: one by one.
         disable_passes: names of optional passes to leave out ("bucket", "overlap").
+        made: the normal form and the choices that the plan was written from, where they are at hand; a plan with
+            stages marks the normal form's calls.
 
     Raises:
         PlanError: the plan names calls or splits that this step does not have.
@@ -56,12 +58,17 @@ class Lowering:
         reduce_dtype: torch.dtype | None = torch.float32,
         bucket_bytes: int | None = None,
         disable_passes: Sequence[str] = (),
+        made: tuple[Prepared, Assignment] | None = None,
     ) -> None:
         self.plan, self.rng = plan, rng
         self._memo: Memo = {}
         table = table or rule_table()
-        prepared = prepare(step, table, split_batch=plan.dp * plan.microbatches > 1)
-        assignment = assignment_of(prepared, plan, reduce_dtype)
+        if made is None:
+            prepared = prepare(step, table, split_batch=plan.dp * plan.microbatches > 1)
+            assignment = assignment_of(prepared, plan, reduce_dtype)
+        else:
+            prepared, assignment = made
+            assignment = dataclasses.replace(assignment, gather_once=plan.zero in (1, 2), reduce_dtype=reduce_dtype)
         again = Recompute(mode=plan.recompute, layers=plan.recompute_layers)
         self.prepared: Prepared = repeated(prepared, again, table)
         self.assignment = for_copies(assignment, self.prepared.normal)

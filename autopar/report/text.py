@@ -105,7 +105,9 @@ def folded(names: Sequence[str]) -> str:
 
     >>> folded(["blocks.0.up.weight", "blocks.1.up.weight", "blocks.2.up.weight"])
     'blocks.{0-2}.up.weight'
+    >>> folded(["blocks.0#2", "blocks.1#2"])
+    'blocks.{0-1}#2'
     """
     places = list(zip(*(numbers(name) for name in names), strict=True))
     texts = iter(span(place) if len(set(place)) == 1 else "{" + span(place) + "}" for place in places)
-    return re.sub("#", lambda _: next(texts), family(names[0]))
+    return _NUMBER.sub(lambda _: next(texts), names[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -12,9 +13,10 @@ from torch import fx
 from autopar.cost_models.cluster import Cluster
 from autopar.cost_models.errors import ConstraintError
 from autopar.lower.prepare import Prepared
-from autopar.passes.base import InputKind
+from autopar.passes.base import InputKind, StepGraph
 from autopar.passes.options import shape_of, value_of
 from autopar.passes.partition import fake_of
+from autopar.passes.pricing import tensor_bytes
 from autopar.passes.split_stages import Run, layer_runs
 from autopar.plan import Constraints, layer_matches
 from autopar.search.first_choice import row_flops
@@ -114,6 +116,37 @@ def crossing_bytes(runs: Sequence[Run]) -> list[float]:
             for i in range(place[node], until):
                 out[i] += size
     return out
+
+
+def boundary_bytes(prepared: Prepared, runs: Sequence[Run]) -> float:
+    """Bytes of what is needed behind a block, for the whole batch; without blocks, the mean over all layers."""
+    crossing = crossing_bytes(runs)
+    groups = [group for group in prepared.step.repeated if len(group) > 1]
+    ends = [
+        crossing[i]
+        for i, run in enumerate(runs[:-1])
+        for group in groups
+        for block, following in pairwise(group)
+        if within(run.layer, block) and within(runs[i + 1].layer, following)
+    ]
+    found = ends or crossing[:-1]
+    return sum(found) / len(found) if found else 0.0
+
+
+def early_share(prepared: Prepared, runs: Sequence[Run]) -> float:
+    """Share of the parameters outside blocks that is used before the first block."""
+    blocks = [path for group in prepared.step.repeated for path in group]
+    held = parameter_bytes(prepared, runs)
+    inside = [any(within(run.layer, block) for block in blocks) for run in runs]
+    first = inside.index(True) if True in inside else len(runs)
+    outside = sum(size for size, is_inside in zip(held, inside, strict=True) if not is_inside)
+    return sum(held[:first]) / outside if outside else 0.0
+
+
+def held_bytes(step: StepGraph) -> float:
+    """Bytes of a step's parameters."""
+    pairs = zip(step.placeholders, step.inputs, strict=True)
+    return float(sum(tensor_bytes(node.meta["val"]) for node, spec in pairs if spec.kind is InputKind.PARAMETER))
 
 
 def balanced_stages(costs: Sequence[RunCost], num_stages: int, num_ranks: int | None = None) -> dict[str, int]:
