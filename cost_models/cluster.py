@@ -7,6 +7,7 @@ Ranks are numbered so that neighbours share the innermost level; the last axis o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -16,11 +17,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from autopar.cost_models.errors import ClusterError
 from autopar.cost_models.schema import check
 
 _HERE = Path(__file__).parent
 _FORMAT = "autopar-cluster-1"
+
+# (work, seconds) of what was measured, in rising order.
+Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,9 @@ class Device:
         attention: share of the peak that fused attention sustains for a head of 128, by kernel (``flash1``, ``flash``,
             ``flash_backward``, ``cudnn``, ``cudnn_backward``).
         context_bytes: memory taken by the driver context and library workspaces, outside the allocator.
+        curves: measured points (work, seconds) in rising order, which stand in place of the roofline: by ATen name for
+            ops that move bytes (work: bytes; ``memory`` serves ops without a curve of their own), ``matmul fp32`` and
+            the other formats (work: operations), ``attention`` and ``attention_backward`` (work: operations of a head).
     """
 
     name: str
@@ -57,6 +67,7 @@ class Device:
     dispatch_s: float = 7e-6
     attention: Mapping[str, float] = field(default_factory=dict)
     context_bytes: float = 0.0
+    curves: Mapping[str, Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Freeze the table and refuse a device that cannot compute."""
@@ -65,6 +76,7 @@ class Device:
         object.__setattr__(self, "peak_flops", MappingProxyType(dict(self.peak_flops)))
         object.__setattr__(self, "dtype_efficiency", MappingProxyType(dict(self.dtype_efficiency)))
         object.__setattr__(self, "attention", MappingProxyType(dict(self.attention)))
+        object.__setattr__(self, "curves", as_curves(f"device {self.name!r}", self.curves))
 
     def peak(self, dtype: str) -> float:
         """Dense peak for ``dtype``, in operations per second; a dtype without units of its own runs at a wider one's.
@@ -100,6 +112,36 @@ _WIDER: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def as_curves(where: str, curves: Mapping[str, Any]) -> Mapping[str, Curve]:
+    """The curves, frozen.
+
+    Raises:
+        ClusterError: the work of a curve does not rise, or its seconds fall.
+    """
+    found = {name: tuple((float(x), float(y)) for x, y in points) for name, points in curves.items()}
+    for name, points in found.items():
+        pairs = list(itertools.pairwise(points))
+        if not points or points[0][0] <= 0 or points[0][1] <= 0 or any(b[0] <= a[0] or b[1] < a[1] for a, b in pairs):
+            raise ClusterError(
+                f"{where}: the curve {name!r} needs points (work, seconds) above 0 whose work rises and whose seconds "
+                f"do not fall; it has {[list(p) for p in points]}"
+            )
+    return MappingProxyType(found)
+
+
+def read_curve(curve: Curve, work: ArrayLike) -> NDArray[np.float64]:
+    """Seconds at ``work``: straight between points in log scales, proportional to work beyond the last.
+
+    >>> read_curve(((1e3, 1e-6), (1e6, 1e-3)), [10, 1e5, 2e6]).round(9).tolist()
+    [1e-06, 0.0001, 0.002]
+    """
+    x, y = (np.array(column) for column in zip(*curve, strict=True))
+    amount = np.maximum(np.asarray(work, np.float64), 1e-300)
+    inside = np.exp(np.interp(np.log(amount), np.log(x), np.log(y)))
+    seconds: NDArray[np.float64] = np.where(amount > x[-1], y[-1] * amount / x[-1], inside)
+    return seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLevel:
     """One level of the network: it joins ``fanout`` units of the level below (devices, for the innermost).
@@ -113,6 +155,11 @@ class LinkLevel:
         efficiency: share of the nominal bandwidth that a large message reaches.
         topology: ``switch``: a device reaches its whole bandwidth to any peer; ``mesh``: the bandwidth is split evenly
             over a link to each of the other ``fanout - 1`` units, and a small group uses few of them.
+        slows_compute: by how much a transfer lengthens computation beside it (1: twice as long); None where nobody
+            measured it.
+        slowed_by_compute: by how much computation lengthens a transfer beside it.
+        curves: measured points (bytes of the full tensor, seconds) in rising order, by collective, for a group of all
+            ``fanout`` units; they stand in place of the formulas.
     """
 
     name: str
@@ -122,6 +169,13 @@ class LinkLevel:
     devices_per_port: float = 1.0
     efficiency: float = 1.0
     topology: str = "switch"
+    slows_compute: float | None = None
+    slowed_by_compute: float = 0.0
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Freeze the curves."""
+        object.__setattr__(self, "curves", as_curves(f"level {self.name!r}", self.curves))
 
     @property
     def device_bytes_per_s(self) -> float:
@@ -266,13 +320,7 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """The document that :meth:`from_json` reads."""
-        runs = [
-            {
-                "count": r.count,
-                "device": {k: dict(v) if isinstance(v, Mapping) else v for k, v in _fields(r.device).items()},
-            }
-            for r in self.devices
-        ]
+        runs = [{"count": r.count, "device": _fields(r.device)} for r in self.devices]
         return {
             "format": _FORMAT,
             "name": self.name,
@@ -405,7 +453,10 @@ def load_profile(name: str) -> dict[str, Any]:
 
 
 def _fields(value: Device | LinkLevel) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    """The fields that are known, as JSON has them."""
+    found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    found["curves"] = {name: [list(point) for point in curve] for name, curve in value.curves.items()}
+    return {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items() if v is not None}
 
 
 def _match_profile(driver_name: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import sympy as sp
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.cost_models.cluster import Cluster, LinkLevel, Span
+from autopar.cost_models.cluster import Cluster, LinkLevel, Span, read_curve
 from autopar.cost_models.errors import ClusterError
 
 N, S, ALPHA, BETA = sp.symbols("n S alpha beta", positive=True)
@@ -179,11 +179,32 @@ class CollectiveModel:
         size = np.asarray(num_bytes, dtype=np.float64)
         if span.num_ranks <= 1:
             return np.zeros_like(size)
+        measured = self._measured(collective, size, span)
+        if measured is not None:
+            return np.where(size > 0, measured, 0.0)
         best = np.full_like(size, np.inf)
         for route in self.routes(collective, span, alone=alone):
             transfer_s = size * route.seconds_per_byte
             best = np.minimum(best, route.start_s + transfer_s + self.fill * np.sqrt(route.start_s * transfer_s))
         return np.where(size > 0, best, 0.0)
+
+    def _measured(self, collective: Collective, size: Floats, span: Span) -> Floats | None:
+        """Time by the curve of the one level that the span crosses, where there is one.
+
+        A smaller group than was measured takes its share of the ring's time.
+        """
+        crossed = [i for i, extent in enumerate(span.extents) if extent > 1]
+        level = self.cluster.levels[crossed[0]]
+        curve = level.curves.get(collective.value)
+        if curve is None or len(crossed) > 1:
+            return None
+        _, steps, moved = _compiled(collective)[0]
+        extent, whole = span.extents[crossed[0]], level.fanout
+        if extent == whole or collective is Collective.SEND:
+            return read_curve(curve, size)
+        start_s = curve[0][1]
+        fewer, less = float(steps(extent)) / float(steps(whole)), float(moved(extent)) / float(moved(whole))
+        return start_s * fewer + np.maximum(read_curve(curve, size) - start_s, 0.0) * less
 
     def routes(self, collective: Collective, span: Span, *, alone: bool = False) -> tuple[Route, ...]:
         """The candidate routes: each algorithm hierarchically (a stage a level), and flat rings over all levels."""

@@ -1,7 +1,7 @@
 """Checks a decoded JSON document against a small subset of JSON Schema, with errors that name the place.
 
 The subset is what ``cluster.schema.json`` uses: ``type``, ``properties``, ``required``, ``additionalProperties``,
-``items``, ``minItems``, ``enum``, ``minimum`` and ``exclusiveMinimum``.
+``items``, ``minItems``, ``maxItems``, ``enum``, ``minimum`` and ``exclusiveMinimum``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def check(value: object, schema: Mapping[str, Any], where: str) -> None:
     elif isinstance(value, list):
         if len(value) < schema.get("minItems", 0):
             raise ClusterError(f"{where}: needs at least {schema['minItems']} entries, got {len(value)}")
+        if len(value) > schema.get("maxItems", len(value)):
+            raise ClusterError(f"{where}: needs at most {schema['maxItems']} entries, got {len(value)}")
         for i, item in enumerate(value):
             check(item, schema.get("items", {}), f"{where}[{i}]")
     elif isinstance(value, int | float):

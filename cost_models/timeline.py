@@ -30,6 +30,8 @@ class Event:
         meets: events of several ranks with the same key start together and last as long as the longest of them.
         allocates_bytes: memory taken when it starts.
         frees_bytes: memory given back when it ends.
+        slows_compute: by how much a communication lengthens computation beside it; None: the simulation's slowdown.
+        slowed_by_compute: by how much computation lengthens a communication beside it.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Event:
     meets: str = ""
     allocates_bytes: float = 0.0
     frees_bytes: float = 0.0
+    slows_compute: float | None = None
+    slowed_by_compute: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,27 +118,34 @@ class Timeline:
 
 
 @dataclass(slots=True)
+class _Running:
+    """An event that runs: the time that is left at its own pace, and its rate since when."""
+
+    index: int
+    left_s: float
+    since: float
+    rate: float = 1.0
+    version: int = 0
+
+
+@dataclass(slots=True)
 class _Rank:
     """State of one rank while simulating."""
 
     queues: dict[str, list[int]]
     heads: dict[str, int]
-    running: dict[str, int] = field(default_factory=dict)
-    compute_left_s: float = 0.0
-    compute_rate: float = 1.0
-    compute_since: float = 0.0
-    version: int = 0
+    running: dict[str, _Running] = field(default_factory=dict)
 
 
 class _Simulation:
-    """One run of :func:`simulate`.  Computation is a fluid: its rate falls while a communication stream is busy."""
+    """One run of :func:`simulate`.  What runs is a fluid: its rate falls while something runs beside it."""
 
     def __init__(self, programs: Sequence[Sequence[Event]], slowdown: float) -> None:
         self.programs = programs
-        self.rate = 1 / (1 + slowdown)
+        self.slowdown = slowdown
         self.starts = [[0.0] * len(p) for p in programs]
         self.ends = [[-1.0] * len(p) for p in programs]
-        self.heap: list[tuple[float, int, int, str, int, int]] = []
+        self.heap: list[tuple[float, int, int, str, int]] = []
         self.order = 0
         self.ranks: list[_Rank] = []
         self.wanted: dict[str, int] = {}
@@ -152,11 +163,10 @@ class _Simulation:
         for rank in range(len(self.ranks)):
             self.advance(rank, 0.0)
         while self.heap:
-            time, _, rank, stream, index, version = heapq.heappop(self.heap)
-            state = self.ranks[rank]
-            if state.running.get(stream) != index or (stream == COMPUTE and version != state.version):
-                continue
-            self.finish(rank, stream, index, time)
+            time, version, rank, stream, index = heapq.heappop(self.heap)
+            running = self.ranks[rank].running.get(stream)
+            if running is not None and running.index == index and running.version == version:
+                self.finish(rank, stream, index, time)
         for rank, state in enumerate(self.ranks):
             for stream, queue in state.queues.items():
                 if state.heads[stream] < len(queue):
@@ -176,8 +186,7 @@ class _Simulation:
         del state.running[stream]
         self.ends[rank][index] = time
         state.heads[stream] += 1
-        if stream != COMPUTE:
-            self.refresh(rank, time)
+        self.refresh(rank, time)
         self.advance(rank, time)
         for other in self.blocked.pop((rank, index), ()):
             if other != rank:
@@ -211,35 +220,37 @@ class _Simulation:
                 self.start(r, self.programs[r][i].stream, i, seconds, time)
 
     def start(self, rank: int, stream: str, index: int, seconds: float, time: float) -> None:
-        state = self.ranks[rank]
-        state.running[stream] = index
         self.starts[rank][index] = time
-        if stream == COMPUTE:
-            state.compute_left_s, state.compute_since = seconds, time
-            state.compute_rate = self.rate if len(state.running) > 1 else 1.0
-            self.schedule_compute(rank, time)
-        else:
-            self.refresh(rank, time)
-            self.push(time + seconds, rank, stream, index, 0)
+        self.ranks[rank].running[stream] = _Running(index=index, left_s=seconds, since=time)
+        self.schedule(rank, stream, time)
+        self.refresh(rank, time)
 
     def refresh(self, rank: int, time: float) -> None:
-        """Account for what was computed so far and change the rate to what the streams in use allow."""
-        state = self.ranks[rank]
-        rate = self.rate if len(state.running) > (COMPUTE in state.running) else 1.0
-        if COMPUTE in state.running and rate != state.compute_rate:
-            state.compute_left_s -= (time - state.compute_since) * state.compute_rate
-            state.compute_since, state.compute_rate = time, rate
-            self.schedule_compute(rank, time)
+        """Account for what was done so far, and change the rates to what the streams in use allow."""
+        running = self.ranks[rank].running
+        slowest = 1.0
+        for stream, item in running.items():
+            if stream != COMPUTE:
+                event = self.programs[rank][item.index]
+                slows = self.slowdown if event.slows_compute is None else event.slows_compute
+                slowest = min(slowest, 1 / (1 + slows))
+                self.change(rank, stream, 1 / (1 + event.slowed_by_compute * (COMPUTE in running)), time)
+        if COMPUTE in running:
+            self.change(rank, COMPUTE, slowest, time)
 
-    def schedule_compute(self, rank: int, time: float) -> None:
-        state = self.ranks[rank]
-        state.version += 1
-        end = time + max(state.compute_left_s, 0.0) / state.compute_rate
-        self.push(end, rank, COMPUTE, state.running[COMPUTE], state.version)
+    def change(self, rank: int, stream: str, rate: float, time: float) -> None:
+        item = self.ranks[rank].running[stream]
+        if rate != item.rate:
+            item.left_s -= (time - item.since) * item.rate
+            item.since, item.rate = time, rate
+            self.schedule(rank, stream, time)
 
-    def push(self, time: float, rank: int, stream: str, index: int, version: int) -> None:
+    def schedule(self, rank: int, stream: str, time: float) -> None:
+        item = self.ranks[rank].running[stream]
         self.order += 1
-        heapq.heappush(self.heap, (time, self.order, rank, stream, index, version))
+        item.version = self.order
+        end = time + max(item.left_s, 0.0) / item.rate
+        heapq.heappush(self.heap, (end, self.order, rank, stream, item.index))
 
 
 def simulate(programs: Sequence[Sequence[Event]], *, slowdown: float = 0.0) -> Timeline:
@@ -247,7 +258,8 @@ def simulate(programs: Sequence[Sequence[Event]], *, slowdown: float = 0.0) -> T
 
     Args:
         programs: events of every rank.
-        slowdown: by how much communication lengthens computation that runs at the same time (0.1: by a tenth).
+        slowdown: by how much communication lengthens computation that runs at the same time (0.1: by a tenth), where
+            the event does not say it.
 
     Raises:
         VerificationError: the ranks wait for each other for ever; the message names where each stops.

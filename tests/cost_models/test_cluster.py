@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from autopar.cost_models.cluster import Cluster, DeviceRun, LinkLevel, load_profile, profile_names
+from autopar.cost_models.cluster import Cluster, DeviceRun, LinkLevel, load_profile, profile_names, read_curve
+from autopar.cost_models.collectives import Collective, CollectiveModel
+from autopar.cost_models.compute import KernelModel, matmul, memory_op
 from autopar.cost_models.errors import ClusterError
 
 
@@ -93,6 +98,59 @@ def test_a_mesh_larger_than_the_cluster_is_refused() -> None:
 def test_local_reads_what_calibration_wrote(tmp_path: Path) -> None:
     Cluster.parse("4xCPU").to_file(tmp_path / "c.json")
     assert Cluster.local(2, path=tmp_path / "c.json").num_devices == 2
+
+
+CURVE = ((1e3, 1e-6), (1e6, 1e-4), (1e9, 1.0))
+
+
+def measured_pair() -> Cluster:
+    cluster = Cluster.parse("2xCPU")
+    level = dataclasses.replace(cluster.levels[0], slows_compute=0.5, curves={"all_reduce": CURVE})
+    device = dataclasses.replace(cluster.device, curves={"memory": CURVE, "matmul fp32": CURVE})
+    run = dataclasses.replace(cluster.devices[0], device=device)
+    return dataclasses.replace(cluster, devices=(run,), levels=(level, *cluster.levels[1:]))
+
+
+def test_curves_survive_the_file(tmp_path: Path) -> None:
+    measured_pair().to_file(tmp_path / "c.json")
+    assert Cluster.from_file(tmp_path / "c.json") == measured_pair()
+
+
+@given(st.floats(1, 1e12), st.floats(1, 10))
+def test_a_curve_never_falls_and_passes_through_its_points(work: float, more: float) -> None:
+    assert read_curve(CURVE, work * more) >= read_curve(CURVE, work)
+    assert read_curve(CURVE, [1e3, 1e6, 1e9, 2e9]) == pytest.approx([1e-6, 1e-4, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("points", [[], [[2, 1], [1, 2]], [[1, 2], [2, 1]], [[0, 1]]])
+def test_a_curve_that_falls_is_refused(points: list[list[float]]) -> None:
+    with pytest.raises(ClusterError, match="whose work rises"):
+        dataclasses.replace(Cluster.parse("1xCPU").device, curves={"memory": points})
+
+
+def test_measured_curves_stand_in_place_of_the_formulas() -> None:
+    cluster = measured_pair()
+    kernels = KernelModel(device=cluster.device)
+    copy, product = memory_op("add", 1e6), matmul(100, 100, 50, "fp32")
+    assert kernels.seconds([copy, product]) == pytest.approx([1e-4, 1e-4])
+    unmeasured = matmul(100, 100, 50, "bf16")
+    assert kernels.seconds([unmeasured]) == pytest.approx(
+        KernelModel(device=Cluster.parse("2xCPU").device).seconds([unmeasured])
+    )
+    model, span = CollectiveModel(cluster=cluster), cluster.group_span({"dp": 2}, "dp")
+    assert model.seconds(Collective.ALL_REDUCE, [0.0, 1e6], span) == pytest.approx([0.0, 1e-4])
+    assert model.seconds(Collective.ALL_GATHER, 1e6, span) > 0
+
+
+def test_smaller_groups_than_measured_take_less() -> None:
+    cluster = Cluster.parse("8xCPU")
+    level = dataclasses.replace(cluster.levels[0], curves={c.value: CURVE for c in Collective})
+    model = CollectiveModel(cluster=dataclasses.replace(cluster, levels=(level, *cluster.levels[1:])))
+    for collective in Collective:
+        spans = [cluster.group_span({"a": 8 // n, "b": n}, "b") for n in (2, 4, 8)]
+        times = [float(model.seconds(collective, 1e7, span)) for span in spans]
+        assert times == sorted(times)
+        assert times[-1] == pytest.approx(float(read_curve(CURVE, 1e7)))
 
 
 def test_resized_keeps_whole_nodes() -> None:

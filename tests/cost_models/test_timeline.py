@@ -136,6 +136,17 @@ def test_communication_slows_computation_only_while_it_runs() -> None:
     assert timeline.exposed_s(0) == 0.0
 
 
+def test_computation_and_communication_slow_each_other_while_they_overlap() -> None:
+    program = [
+        Event(name="send", stream="link", seconds=2.0, slows_compute=1.0, slowed_by_compute=1.0),
+        Event(name="matmul", stream="compute", seconds=1.0),
+    ]
+    timeline = simulate([program], slowdown=7.0)
+    # Both at half pace until the matmul ends at 2; then the second half of the transfer at its own pace.
+    assert timeline.ends[0] == pytest.approx((3.0, 2.0))
+    assert timeline.exposed_s(0) == pytest.approx(1.0)
+
+
 def test_a_deadlock_names_who_waits_for_what() -> None:
     a = [Event(name="x", stream="net", seconds=1, meets="one"), Event(name="y", stream="net", seconds=1, meets="two")]
     b = [Event(name="y", stream="net", seconds=1, meets="two"), Event(name="x", stream="net", seconds=1, meets="one")]

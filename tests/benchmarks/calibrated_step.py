@@ -1,0 +1,225 @@
+"""Step time and peak memory of a small GPT under several splits: predicted after calibrating, and measured, in one run.
+
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/calibrated_step.py
+    python ../shared/testbed/hosts.py --hosts 2 --mbit 400 -- tests/benchmarks/calibrated_step.py
+
+The ranks calibrate together (``autopar.calibrate``), the emitted programs are priced by ``passes/program_cost`` with
+gain 1, and the same programs are run, in interleaved rounds.  All ranks run a reference kernel (a matmul of 512) for a
+while before and after every timed step: predicted and measured times are compared in units of it, as it was calibrated
+and as it ran then, so that other work on the machine does not count as an error.  Memory is what torch's allocator
+reports for one step beside what the rank holds.  The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.calibrate import REFERENCE_SIZE, calibrate
+from autopar.capture import capture
+from autopar.cost_models.cluster import Cluster
+from autopar.lower import Lowering
+from autopar.passes.program_cost import ProgramCost, predict
+from autopar.plan import Constraints
+from autopar.stopwatch import Stopwatch
+
+PLANS = {
+    "ddp": {"dp": 2, "tp": 1, "pp": 1, "zero": 0},
+    "fsdp": {"dp": 2, "tp": 1, "pp": 1, "zero": 3},
+    "tp": {"dp": 1, "tp": 2, "pp": 1, "zero": 0},
+}
+REFERENCE_CALLS = 50
+
+
+class Block(nn.Module):
+    """A block of a decoder, normalised first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output [batch, length, width]."""
+        inner = self.before_attention(x)
+        heads = (f(inner).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.before_mlp(x))))
+
+
+class GPT(nn.Module):
+    """A decoder that returns its loss."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        width = options.width
+        self.tokens, self.positions = nn.Embedding(options.vocab, width), nn.Embedding(options.length, width)
+        self.blocks = nn.ModuleList(Block(width, options.heads) for _ in range(options.layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, options.vocab, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of predicting ``labels`` from ``ids``."""
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """One plan: what was predicted, what runs, and what was measured (seconds, and in units of the reference)."""
+
+    name: str
+    predicted: ProgramCost
+    step: Callable[[], None]
+    measured_bytes: float
+    seconds: list[float]
+    ratios: list[float]
+
+
+def main() -> None:
+    """Calibrate, predict, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"layers": 4, "width": 384, "heads": 6, "vocab": 4096, "length": 128, "batch": 16}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--save", type=Path, help="write the calibrated cluster there")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cluster, rows = calibrate()
+    reference_s = next(row.seconds for row in rows if row.name == "reference")
+    if options.save is not None and dist.get_rank() == 0:
+        cluster.to_file(options.save)
+    cases = [prepare(name, cluster, options) for name in options.plans.split(",")]
+    measure(cases, options.rounds, options.steps)
+    if dist.get_rank() == 0:
+        show(cases, reference_s)
+    dist.destroy_process_group()
+
+
+def prepare(name: str, cluster: Cluster, options: argparse.Namespace) -> Case:
+    """Plan, price the emitted programs of all ranks' kinds, and compile."""
+    torch.manual_seed(0)
+    model = GPT(options)
+    ids = torch.randint(0, options.vocab, (options.batch, options.length + 1))
+    batch = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    step = capture(copy.deepcopy(model), batch)
+    plan = autopar.plan(model, batch, cluster=cluster, constraints=Constraints(**PLANS[name]), optimizer="sgd")
+    program = Lowering(step, plan).program(dist.get_rank())
+    predicted = predict([program], cluster, optimizer_bytes_per_parameter_byte=0.0)
+    compiled = autopar.compile(model, batch, plan=plan, optimizer="sgd")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=1e-2)
+
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        compiled(*batch).backward()
+        optimizer.step()
+
+    run()
+    held = [p.to_local() if hasattr(p, "to_local") else p for p in compiled.parameters()]
+    optimizer.zero_grad(set_to_none=True)
+    held_bytes = sum(t.numel() * t.element_size() for t in (*held, *batch))
+    return Case(
+        name=name,
+        predicted=predicted,
+        step=run,
+        measured_bytes=held_bytes + allocated_bytes(run),
+        seconds=[],
+        ratios=[],
+    )
+
+
+def allocated_bytes(run: Callable[[], None]) -> float:
+    """The most that torch's allocator gave out at once while ``run`` ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    rows = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    totals = [e["args"]["Total Allocated"] for e in rows]
+    # The meter goes on from where an earlier profile stopped.
+    return float(max(totals) - (totals[0] - rows[0]["args"]["Bytes"]))
+
+
+def measure(cases: list[Case], rounds: int, steps: int) -> None:
+    """Interleaved rounds; a step's time is the slowest rank's, in units of the reference kernel around it."""
+    watch = Stopwatch(place=torch.device("cpu"))
+    square = torch.randn(REFERENCE_SIZE, REFERENCE_SIZE)
+
+    def reference() -> float:
+        dist.barrier()
+        return watch.sample(lambda: torch.mm(square, square), REFERENCE_CALLS)
+
+    for turn in range(rounds + 1):
+        for i in range(len(cases)):
+            case = cases[(turn + i) % len(cases)]
+            before_s = reference()
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                case.step()
+            took_s = (time.perf_counter() - start) / steps
+            took = torch.tensor([took_s, (before_s + reference()) / 2])
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn:  # The first round warms up.
+                case.seconds.append(float(took[0]))
+                case.ratios.append(float(took[0] / took[1]))
+
+
+def show(cases: list[Case], reference_s: float) -> None:
+    """Print a table and the JSON line."""
+    figures = {}
+    print(f"reference kernel while calibrating {reference_s * 1e3:.3f} ms")
+    print(f"{'plan':6}{'predicted':>10}{'measured':>10}{'predicted':>11}{'measured':>10}{'error':>8}   ", end="")
+    print(f"{'predicted':>10}{'measured':>10}{'error':>8}")
+    print(f"{'':6}{'s':>10}{'s':>10}{'kernels':>11}{'kernels':>10}{'':8}   {'MB':>10}{'MB':>10}")
+    for case in cases:
+        want, got = statistics.median(case.ratios), case.predicted.step_s / reference_s
+        peak = case.predicted.peak.bytes
+        row = {
+            "predicted_s": case.predicted.step_s,
+            "measured_s": statistics.median(case.seconds),
+            "fastest_s": min(case.seconds),
+            "predicted_kernels": got,
+            "measured_kernels": want,
+            "time_error": got / want - 1,
+            "predicted_bytes": peak,
+            "measured_bytes": case.measured_bytes,
+            "memory_error": peak / case.measured_bytes - 1,
+        }
+        figures[case.name] = row
+        print(
+            f"{case.name:6}{row['predicted_s']:10.4f}{row['measured_s']:10.4f}{got:11.1f}{want:10.1f}"
+            f"{row['time_error']:+8.1%}   {peak / 1e6:10.1f}{case.measured_bytes / 1e6:10.1f}"
+            f"{row['memory_error']:+8.1%}"
+        )
+    worst = {k: max(abs(r[k]) for r in figures.values()) for k in ("time_error", "memory_error")}
+    print(json.dumps({"reference_s": reference_s, "plans": figures, "worst": worst}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
