@@ -87,7 +87,10 @@ def lower_exact(ctx: LocalContext) -> Any:
         ctx.tensors = [whole_value(ctx, i) for i in range(len(ctx.tensors))]
     elif call.tensors:
         ctx.tensors[0] = whole_argument(ctx, 0)
-    return ctx.narrow_output(ctx.emit_unchanged(), 0)
+    drawn = ctx.emit_unchanged()
+    if isinstance(drawn.meta["val"], torch.Tensor):
+        return ctx.narrow_output(drawn, 0)
+    return tuple(ctx.narrow_output(ctx.emitter.getitem(drawn, i), i) for i in range(len(drawn.meta["val"])))
 
 
 def whole_value(ctx: LocalContext, index: int) -> fx.Node:

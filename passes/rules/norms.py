@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.passes.rules.row import Call, Dims, Row
@@ -10,6 +11,15 @@ from autopar.passes.rules.views import dims_of
 
 if TYPE_CHECKING:
     from autopar.passes.lowering import LocalContext
+
+
+def linear_in_gradient(mask: Sequence[bool]) -> tuple[frozenset[int], ...]:
+    """Backward is linear in the gradient that comes in, which is the first argument.
+
+    Not said where gradients of weight and bias are asked for too (the rest of ``mask``): a partial sum passed through
+    would be reduced once an output, and taken before it is reduced once.
+    """
+    return () if any(mask[1:]) else (frozenset({0}),)
 
 
 def layer_norm_dims(call: Call) -> tuple[list[tuple[str, ...]], dict[str, int], int]:
@@ -45,7 +55,7 @@ def layer_norm_backward_row(call: Call) -> Row:
         inputs=tuple(inputs),
         outputs=(tuple(dims) if mask[0] else None, tail if mask[1] else None, tail if mask[2] else None),
         sizes=sizes,
-        linear=(frozenset({0}),),
+        linear=linear_in_gradient(mask),
         reduce={f: "sum" for d in dims[:lead] for f in d},
         nosplit=frozenset(f for d in dims[lead:] for f in d),
     )
@@ -76,7 +86,7 @@ def rms_norm_backward_row(call: Call) -> Row:
         inputs=tuple(inputs),
         outputs=(tuple(dims) if mask[0] else None, tuple(dims[lead:]) if mask[1] else None),
         sizes=sizes,
-        linear=(frozenset({0}),),
+        linear=linear_in_gradient(mask),
         reduce={f: "sum" for d in dims[:lead] for f in d},
         nosplit=frozenset(f for d in dims[lead:] for f in d),
     )
@@ -131,7 +141,7 @@ def group_norm_backward_row(call: Call) -> Row:
         inputs=tuple(inputs),
         outputs=(full if mask[0] else None, channel if mask[1] else None, channel if mask[2] else None),
         sizes=sizes,
-        linear=(frozenset({0}),),
+        linear=linear_in_gradient(mask),
         reduce={"n": "sum"},
         nosplit=frozenset(f for f in sizes if f not in ("n", "g")),
         localize=group_norm_localize,
@@ -168,7 +178,7 @@ def batch_norm_row(call: Call) -> Row:
         inputs=tuple(described(s) for s in call.shapes),
         outputs=outputs,
         sizes=sizes,
-        linear=(frozenset({0}),) if backward else (),
+        linear=linear_in_gradient(call["output_mask"]) if backward else (),
         reduce=dict.fromkeys(others, "sum") if backward and not training else {},
         nosplit=frozenset(others) if training else frozenset(),
         complete=dict.fromkeys(dims[1], empty) | dict.fromkeys(others, narrow if evaluates else empty),

@@ -46,7 +46,6 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten::conj_physical": ((0,),),
     "aten::complex": ((0, 1),),
     "aten::addcmul": ((0, 1), (0, 2)),
-    "aten::copy": ((1,),),
     "aten::deg2rad": ((0,),),
     "aten::rad2deg": ((0,),),
     "aten::ldexp.Tensor": ((0,),),
@@ -137,8 +136,10 @@ def pointwise_row(call: Call) -> Row:
         linear = ((0,),)
     if name in ("aten::masked_fill.Scalar",) and call["value"] == 0:
         linear = ((0,),)
-    if name == "aten::_to_copy" and keeps_precision(call):
+    if name == "aten::_to_copy" and keeps_precision(call, 0):
         linear = ((0,),)
+    if name == "aten::copy" and keeps_precision(call, 1):
+        linear = ((1,),)
     if not all(o is None or o.dtype.is_floating_point or o.dtype.is_complex for o in call.outputs):
         linear = ()
     return Row(
@@ -149,12 +150,12 @@ def pointwise_row(call: Call) -> Row:
     )
 
 
-def keeps_precision(call: Call) -> bool:
-    """Whether a cast loses nothing, so that a sum may be taken after it."""
+def keeps_precision(call: Call, index: int) -> bool:
+    """Whether a cast of tensor ``index`` loses nothing, so that a sum may be taken after it."""
     output = call.outputs[0]
     if output is None:
         return False
-    source, target = call.tensors[0].meta["val"].dtype, output.dtype
+    source, target = call.tensors[index].meta["val"].dtype, output.dtype
     if not (source.is_floating_point and target.is_floating_point):
         return False
     return torch.finfo(target).eps <= torch.finfo(source).eps and torch.finfo(target).max >= torch.finfo(source).max

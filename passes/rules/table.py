@@ -286,7 +286,7 @@ RULES: Mapping[str, Rule] = {
     "aten::tril_indices": factories.range_row,
     "aten::triu_indices": factories.range_row,
     "aten::normal.float_float": factories.random_factory_row,
-    "aten::rrelu_with_noise_functional": factories.whole_random_row,
+    "aten::rrelu_with_noise_functional": factories.random_factory_row,
     "aten::rand": factories.random_factory_row,
     "aten::randn": factories.random_factory_row,
     "aten::randint": factories.random_factory_row,

@@ -117,6 +117,9 @@ FACTORIES = {
     "multinomial": lambda x: x[torch.multinomial(x[:, 0].softmax(0), 3)],
     "uniform": lambda x: torch.zeros(ROWS, 4).uniform_(-1, 1) + x,
     "exponential": lambda x: torch.zeros(ROWS, 4).exponential_() + x,
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "rrelu_strided": lambda x: F.rrelu(x.t(), training=True),
+    "binomial": lambda x: torch.binomial(torch.full((ROWS, 4), 9.0), x.sigmoid()) + x,
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
 }
 

@@ -52,8 +52,11 @@ LINEAR = {
     "aten::masked_scatter_backward": "elements move over the whole tensor: runs whole",
     "aten::mse_loss_backward": "linear in the difference of two inputs, neither of which is a partial sum",
     "aten::nan_to_num": "a term that is infinite is changed, the sum would not be",
-    "aten::native_batch_norm_backward": "linear in saved statistics, which are no partial sums",
-    "aten::native_layer_norm_backward": "linear in the weight beside the gradient",
+    **dict.fromkeys(
+        (f"aten::{name}_backward" for name in ("native_batch_norm", "native_layer_norm", "native_group_norm")),
+        "a partial gradient is reduced before, not once an output after; and linear in the weight beside it",
+    ),
+    "aten::_fused_rms_norm_backward": "a partial gradient is reduced before, not once an output after",
     "aten::nextafter": "linear but for the last bit",
     "aten::nll_loss2d_backward": "linear in class weights, which are no partial sums",
     "aten::nll_loss2d_forward": "its second output does not depend on the scores",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
 from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 LOOKED_AT, LARGEST = 250, 20_000
@@ -56,20 +57,24 @@ def weight(sample: Sample) -> tuple[bool, int, int]:
     return any(t.numel() == 0 for t in sample.tensors), -dims, sum(t.numel() for t in sample.tensors)
 
 
+def kind(sample: Sample) -> tuple[object, ...]:
+    """What a sample has in common with others: the shapes of its tensors, which other arguments it has, their types."""
+    shapes = tuple(t.shape for t in sample.tensors)
+    return (shapes, str(sample.spec), *(type(leaf) for leaf in sample.leaves))
+
+
 def samples(op: OpInfo, limit: int) -> list[Sample]:
     """At most ``limit`` samples of float32 (or what comes nearest): the first one, and those with the most dims.
 
-    Of samples with the same shapes only the first is taken while there are others.
+    Of samples of a kind only the first is taken while there are others.
     """
     found = list(islice(_usable(op), LOOKED_AT))
-    seen: dict[tuple[torch.Size, ...], int] = {}
+    seen: dict[tuple[object, ...], int] = {}
     turns = []
     for sample in sorted(found[1:], key=weight):
-        shapes = tuple(t.shape for t in sample.tensors)
-        seen[shapes] = seen.get(shapes, -1) + 1
-        turns.append(seen[shapes])
-    rest = [s for _, s in sorted(zip(turns, sorted(found[1:], key=weight), strict=True), key=lambda pair: pair[0])]
-    return [*found[:1], *rest][:limit]
+        seen[kind(sample)] = seen.get(kind(sample), -1) + 1
+        turns.append((seen[kind(sample)], sample))
+    return [*found[:1], *(s for _, s in sorted(turns, key=lambda turn: turn[0]))][:limit]
 
 
 def dtype_of(op: OpInfo) -> torch.dtype:
@@ -84,7 +89,15 @@ def _usable(op: OpInfo) -> Iterator[Sample]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        for given in islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 500):
+        for given in _until_error(op.sample_inputs("cpu", dtype, requires_grad=grad)):
             sample = Sample(op, ((given.input, *given.args), given.kwargs))
             if all(t.numel() <= LARGEST for t in sample.tensors):
                 yield sample
+
+
+def _until_error(items: Iterable[SampleInput]) -> Iterator[SampleInput]:
+    """At most 500 of the items; the database itself fails where an entry needs a device, or sizes, of another kind."""
+    iterator = iter(items)
+    with contextlib.suppress(Exception):
+        for _ in range(500):
+            yield next(iterator)

@@ -6,12 +6,11 @@ python -m tests.rules.sweep mm softmax      # some operations, prints
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +28,15 @@ from autopar.verify import Report, verify_programs
 from autopar.verify.compare import magnitude
 from autopar.verify.parity import run_single
 from tests.rules import dtensor
-from tests.rules.dtensor import simulated_mesh
-from tests.rules.opinfo import OpInfo, Sample, full_name, operations, samples
+from tests.rules.apart import DiedError, apart
+from tests.rules.opinfo import OpInfo, Sample, operations, samples
 from tests.rules.oracle import has_parallel_dim
 from tests.rules.table import README, table
 from tests.rules.verdict import Outcome, Verdict
 
-SAMPLES = 4
+SAMPLES = 6
 MESHES = (Mesh(axes=("x",), sizes=(2,)), Mesh(axes=("x",), sizes=(3,)))
 RTOL = 2e-4
-NOT_PARALLEL = 3  # exit code
 
 
 # Calls that make or move data and do not compute: they say nothing about whether the operation is split.
@@ -131,7 +129,7 @@ def check_operation(op: OpInfo, name: str, limit: int = SAMPLES) -> Outcome:
         return outcome  # what is in memory cannot be compared
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for sample in usable_samples(op, limit):
+        for sample in filter(runs, samples(op, limit)):
             outcome.parallel = outcome.parallel or is_parallel(sample)
             try:
                 check_sample(sample, outcome)
@@ -143,43 +141,37 @@ def check_operation(op: OpInfo, name: str, limit: int = SAMPLES) -> Outcome:
     return outcome
 
 
-def usable_samples(op: OpInfo, limit: int) -> list[Sample]:
-    """Samples that run on this machine; none where the database has none for it."""
-    try:
-        return [s for s in samples(op, limit) if runs(s)]
-    except Exception as error:  # noqa: BLE001 -- some entries need a device that is not there
-        print(f"{full_name(op)}: no samples: {error}")
-        return []
-
-
 def is_parallel(sample: Sample) -> bool:
     """Whether some dim of the inputs can be split so that the plain operation gives parts, or terms, of the outputs.
 
-    Tried in a process of its own: kernels that trust the shapes they are given may bring it down (then we say yes).
+    Where a kernel goes down when it is tried, we say yes.
     """
-    child = multiprocessing.get_context("fork").Process(target=exit_if_parallel, args=(sample,))
-    child.start()
-    child.join()
-    return child.exitcode != NOT_PARALLEL
-
-
-def exit_if_parallel(sample: Sample) -> None:
-    """Leave the process with a code that says what was found."""
 
     def run(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         torch.manual_seed(0)
         return [t for t in pytree.tree_leaves(sample(*tensors)) if isinstance(t, torch.Tensor)]
 
-    with torch.no_grad():
-        found = has_parallel_dim(run, [t.detach() for t in sample.tensors])
-    os._exit(0 if found else NOT_PARALLEL)
+    def found() -> bool:
+        with torch.no_grad():
+            return has_parallel_dim(run, [t.detach() for t in sample.tensors])
+
+    try:
+        return apart(found)
+    except DiedError:
+        return True
 
 
 def sweep_dtensor(names: Sequence[str], limit: int = SAMPLES) -> list[Outcome]:
     """The same operations through DTensor."""
-    known = operations()
-    with simulated_mesh() as mesh:
-        return [dtensor.check_operation(known[name], name, mesh, limit) for name in names or known]
+    known, found = operations(), []
+    for name in names or known:
+        try:
+            outcome = apart(partial(dtensor.check_operation, known[name], name, limit))
+        except DiedError as error:
+            outcome = Outcome(name, Verdict.CRASH, note=str(error))
+        found.append(outcome)
+        print(f"DTensor {name:50s} {outcome.verdict.value:12s} {outcome.note[:100]!r}", flush=True)
+    return found
 
 
 def sweep(names: Sequence[str] = (), limit: int = SAMPLES) -> list[Outcome]:
@@ -188,7 +180,10 @@ def sweep(names: Sequence[str] = (), limit: int = SAMPLES) -> list[Outcome]:
     found = []
     for name in names or known:
         start = time.perf_counter()
-        outcome = check_operation(known[name], name, limit)
+        try:
+            outcome = apart(partial(check_operation, known[name], name, limit))
+        except DiedError as error:
+            outcome = Outcome(name, Verdict.CRASH, parallel=True, note=str(error))
         found.append(outcome)
         note = outcome.note if outcome.verdict in (Verdict.WRONG, Verdict.CRASH) else outcome.note[:100]
         whole = "" if outcome.verdict is Verdict.SPLIT else " ".join(outcome.whole)

@@ -13,6 +13,21 @@ from tests.rules.verdict import Outcome, Verdict
 README = Path(__file__).parent / "README.md"
 COUNTED = (Verdict.SPLIT, Verdict.REPLICATED, Verdict.REFUSED, Verdict.WRONG, Verdict.CRASH, Verdict.NO_SAMPLE)
 
+WHAT = (
+    "Written by `python -m tests.rules.sweep` with torch {}. Every operation of "
+    "`torch.testing._internal.common_methods_invocations.op_db` is captured (forward, and backward where there is "
+    "one), every call of the graph is split over 2 and over 3 ranks in every way that its rule offers, the programs "
+    "of all ranks run in lockstep, and every output and gradient is compared with one device. Sizes are mostly odd. "
+    "DTensor runs the same operations forward and backward on 2 ranks, with every combination of replicated and split "
+    "inputs, on sizes that divide where the database has such; calls that draw random numbers are left out for it."
+)
+COUNTS = (
+    "An operation is split where every call of its forward that computes something has a split on offer, on some "
+    "sample. A dim can be split where the plain operation, given parts of its inputs, gives parts or terms of its "
+    "outputs (found by trying all dims), or where we split one. DTensor counts as split where one combination is right "
+    "and stays split."
+)
+
 
 def table(outcomes: Sequence[Outcome], peers: Sequence[Outcome]) -> str:
     """Counts, the share of operations that are split, and the operations that are not, by reason."""
@@ -25,15 +40,7 @@ def table(outcomes: Sequence[Outcome], peers: Sequence[Outcome]) -> str:
     lines = [
         "# Operations of torch's database, split in every way that is offered",
         "",
-        f"Written by `python -m tests.rules.sweep` with torch {torch.__version__}. Every operation of",
-        "`torch.testing._internal.common_methods_invocations.op_db` is captured (forward, and backward where there",
-        "is one), every call of the graph is split over 2 and over 3 ranks in every way that its",
-        "rule offers, the programs",
-        "of all ranks run in lockstep, and every output and gradient is compared with one device.",
-        "Sizes are mostly odd.",
-        "DTensor runs the same operations forward and backward on 2 ranks, on sizes that divide,",
-        "with every combination of",
-        "replicated and evenly split inputs.",
+        *paragraph(WHAT.format(torch.__version__)),
         "",
         "| | autopar | DTensor |",
         "| --- | ---: | ---: |",
@@ -53,16 +60,11 @@ def table(outcomes: Sequence[Outcome], peers: Sequence[Outcome]) -> str:
         f"| of those with a dim that can be split, split | {share:.0f} % of {len(parallel)} "
         f"| {their_share:.0f} % of {len(theirs)} |",
         "",
-        "An operation is split where every call of its forward that computes something has a split on offer, on some",
-        "sample. A dim can be split where the plain operation, given parts of its inputs, gives",
-        "parts or terms of its outputs",
-        "(found by trying all dims), or where we split one. DTensor counts as split where one",
-        "combination is right and stays",
-        "split.",
+        *paragraph(COUNTS),
         "",
         "## With a dim that can be split, replicated",
         "",
-        *paragraph(
+        *listed(
             f"{o.name} ({', '.join(w.removeprefix('aten::') for w in o.whole)})"
             for o in parallel
             if o.verdict is Verdict.REPLICATED
@@ -70,7 +72,7 @@ def table(outcomes: Sequence[Outcome], peers: Sequence[Outcome]) -> str:
         "",
         "## Without such a dim",
         "",
-        *paragraph(o.name for o in outcomes if not o.parallel and o.verdict is Verdict.REPLICATED),
+        *listed(o.name for o in outcomes if not o.parallel and o.verdict is Verdict.REPLICATED),
         "",
         "## Refused",
         "",
@@ -80,6 +82,11 @@ def table(outcomes: Sequence[Outcome], peers: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def paragraph(names: Iterable[str]) -> list[str]:
-    """Names joined by commas, in lines of at most 118 characters."""
-    return textwrap.wrap(", ".join(names), 118, break_on_hyphens=False, break_long_words=False) or ["none"]
+def listed(names: Iterable[str]) -> list[str]:
+    """Names joined by commas, as a paragraph."""
+    return paragraph(", ".join(names)) or ["none"]
+
+
+def paragraph(text: str) -> list[str]:
+    """Lines of at most 118 characters."""
+    return textwrap.wrap(text, 118, break_on_hyphens=False, break_long_words=False)
