@@ -1,4 +1,4 @@
-"""The command line: ``autopar search | explain | dump | verify | calibrate | models``.
+"""The command line: ``autopar search | explain | dump | verify | simulate | calibrate | models``.
 
 MODEL is ``file.py:factory``, a built-in name or a ``config.json`` of transformers.  Bad input gives one line on
 standard error.  Exit codes: 0 done, 2 bad input, 3 nothing fits, 4 a check failed.
@@ -26,6 +26,7 @@ from rich.table import Table
 from autopar.calibrate import calibrate
 from autopar.capture import capture
 from autopar.cli_options import WorkOptions, with_work_options
+from autopar.cli_simulate import simulate_command
 from autopar.cost_models.cluster import Cluster, default_calibration_path
 from autopar.cost_models.errors import AutoparError, UsageError
 from autopar.lower import Lowering
@@ -56,6 +57,8 @@ Model = Annotated[str, typer.Argument(help="file.py:factory, a built-in name, or
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan to use instead of searching one.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write to.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+app.command("simulate")(simulate_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,9 +6,9 @@ What is priced is the program that runs, so :func:`predict` serves ``plan.predic
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import fx
@@ -72,6 +72,7 @@ class ProgramEvents:
         sent: bytes of full tensors that the rank communicates, by group.
         unknown: ops priced by their bytes alone.
         parts: (phase, first event, event behind the last) of every sub-program.
+        places: for each node of the program's own graph, how many events come before it.
         flops: floating-point operations.
     """
 
@@ -85,6 +86,7 @@ class ProgramEvents:
     unknown: set[str]
     messages: Counter[str]
     parts: list[tuple[Phase, int, int]]
+    places: list[int]
     flops: float = 0.0
 
     def graph(self, module: fx.GraphModule, arguments: Sequence[_After]) -> list[_After]:
@@ -92,7 +94,10 @@ class ProgramEvents:
         after: dict[fx.Node, _After] = {}
         items: dict[fx.Node, list[_After]] = {}
         given = iter(arguments)
+        is_whole = module is self.program.graph_module
         for node in module.graph.nodes:
+            if is_whole:
+                self.places.append(len(self.events))
             if node.op == "placeholder":
                 after[node] = next(given, {})
             elif node.op == "call_module":
@@ -200,6 +205,7 @@ def program_events(
         unknown=set(),
         messages=Counter(),
         parts=[],
+        places=[],
     )
     found.graph(program.graph_module, [{} for _ in program.inputs])
     return found
@@ -225,6 +231,7 @@ def predict(
     *,
     optimizer_bytes_per_parameter_byte: float = 2.0,
     slowdown: float = 0.2,
+    memory: bool = False,
 ) -> ProgramCost:
     """Predict the step of the given programs, one of each pipeline stage (the ranks of a stage are alike).
 
@@ -232,7 +239,8 @@ def predict(
         programs: programs that run together.
         cluster: where.
         optimizer_bytes_per_parameter_byte: state of the optimizer relative to the parameters (2: Adam).
-        slowdown: by how much communication lengthens computation beside it.
+        slowdown: by how much communication lengthens computation beside it, where nobody measured it.
+        memory: whether the timeline knows what its events allocate and free (:meth:`Timeline.memory_curve`).
 
     Returns:
         Time, memory and the timeline.
@@ -240,12 +248,14 @@ def predict(
     kernels = KernelModel(device=cluster.device)
     collectives = CollectiveModel(cluster=cluster)
     rows = [program_events(p, kernels, collectives, rank=i) for i, p in enumerate(programs)]
-    timeline = simulate([row.events for row in rows], slowdown=slowdown)
     held = [_parameter_bytes(p) for p in programs]
+    lives = [_lives(p, size * optimizer_bytes_per_parameter_byte) for p, size in zip(programs, held, strict=True)]
+    events = [with_memory(*pair) if memory else pair[0].events for pair in zip(rows, lives, strict=True)]
+    timeline = simulate(events, slowdown=slowdown)
     state = max(held) * optimizer_bytes_per_parameter_byte
     # Reads gradient, parameter and state; writes parameter and state.
     update = memory_op("optimizer", max(held) * 3 + 2 * state)
-    peaks = [_peak(p, size * optimizer_bytes_per_parameter_byte) for p, size in zip(programs, held, strict=True)]
+    peaks = [peak(of_rank) for of_rank in lives]
     optimizer_s = float(kernels.seconds([update])[0])
     return ProgramCost(
         step_s=timeline.step_s + optimizer_s,
@@ -283,7 +293,25 @@ def _parameter_bytes(program: Program) -> float:
     )
 
 
-def _peak(program: Program, state_bytes: float) -> Peak:
+def with_memory(row: ProgramEvents, lives: Sequence[Buffer]) -> list[Event]:
+    """The events, with what each takes when it starts and gives back when it ends.
+
+    A buffer is taken by the first event from its birth on, and given back by the last one that uses it.
+    """
+    ends = [*row.places[1:], len(row.events)]
+    last = len(row.events) - 1
+    taken: dict[int, float] = defaultdict(float)
+    freed: dict[int, float] = defaultdict(float)
+    for buffer in lives:
+        first = min(row.places[buffer.born], last)
+        taken[first] += buffer.bytes
+        if buffer.dies < len(row.places):
+            freed[max(ends[buffer.dies] - 1, first)] += buffer.bytes
+    return [replace(event, allocates_bytes=taken[i], frees_bytes=freed[i]) for i, event in enumerate(row.events)]
+
+
+def _lives(program: Program, state_bytes: float) -> list[Buffer]:
+    """Every storage of the program and the optimizer's state, with their lives."""
     graph = program.graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     kinds = {n.name: s.kind.value for n, s in zip(placeholders, program.inputs, strict=False)}
@@ -297,7 +325,7 @@ def _peak(program: Program, state_bytes: float) -> Peak:
     lives.append(
         Buffer(name="optimizer state", bytes=state_bytes, born=0, dies=len(graph.nodes), layer="", kind="optimizer")
     )
-    return peak([*lives, *_passing(program.graph_module)])
+    return [*lives, *_passing(program.graph_module)]
 
 
 def _passing(module: fx.GraphModule) -> Iterator[Buffer]:

@@ -6,8 +6,10 @@
 The ranks calibrate together (``autopar.calibrate``), the emitted programs are priced by ``passes/program_cost`` with
 gain 1, and the same programs are run, in interleaved rounds.  All ranks run a reference kernel (a matmul of 512) for a
 while before and after every timed step: predicted and measured times are compared in units of it, as it was calibrated
-and as it ran then, so that other work on the machine does not count as an error.  Memory is what torch's allocator
-reports for one step beside what the rank holds.  The last line is JSON.
+and as it ran then, so that other work on the machine does not count as an error.  What counts is the median over the
+half of the rounds in which the reference ran fastest (other work slows a processor and not a network, so a quiet
+machine is better still; ``load`` says how much slower the reference was).  Memory is what torch's allocator reports for
+one step beside what the rank holds.  The last line is JSON.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ from autopar.passes.program_cost import ProgramCost, predict
 from autopar.plan import Constraints
 from autopar.stopwatch import Stopwatch
 
+PLAIN = {"pp": 1, "microbatches": 1, "recompute": "none", "sequence_parallel": False}
 PLANS = {
-    "ddp": {"dp": 2, "tp": 1, "pp": 1, "zero": 0},
-    "fsdp": {"dp": 2, "tp": 1, "pp": 1, "zero": 3},
-    "tp": {"dp": 1, "tp": 2, "pp": 1, "zero": 0},
+    "ddp": PLAIN | {"dp": 2, "tp": 1, "zero": 0},
+    "fsdp": PLAIN | {"dp": 2, "tp": 1, "zero": 3},
+    "tp": PLAIN | {"dp": 1, "tp": 2, "zero": 0},
+    "recompute": PLAIN | {"dp": 2, "tp": 1, "zero": 3, "recompute": "full"},
 }
 REFERENCE_CALLS = 50
 
@@ -85,14 +89,19 @@ class GPT(nn.Module):
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """One plan: what was predicted, what runs, and what was measured (seconds, and in units of the reference)."""
+    """One plan: what was predicted, what runs, and what was measured (seconds of a step and of the reference)."""
 
     name: str
     predicted: ProgramCost
     step: Callable[[], None]
     measured_bytes: float
     seconds: list[float]
-    ratios: list[float]
+    references: list[float]
+
+    def quiet(self) -> list[tuple[float, float]]:
+        """(seconds, reference seconds) of the half of the rounds in which the reference ran fastest."""
+        pairs = sorted(zip(self.seconds, self.references, strict=True), key=lambda pair: pair[1])
+        return pairs[: (len(pairs) + 1) // 2]
 
 
 def main() -> None:
@@ -147,7 +156,7 @@ def prepare(name: str, cluster: Cluster, options: argparse.Namespace) -> Case:
         step=run,
         measured_bytes=held_bytes + allocated_bytes(run),
         seconds=[],
-        ratios=[],
+        references=[],
     )
 
 
@@ -187,23 +196,26 @@ def measure(cases: list[Case], rounds: int, steps: int) -> None:
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn:  # The first round warms up.
                 case.seconds.append(float(took[0]))
-                case.ratios.append(float(took[0] / took[1]))
+                case.references.append(float(took[1]))
 
 
 def show(cases: list[Case], reference_s: float) -> None:
     """Print a table and the JSON line."""
     figures = {}
     print(f"reference kernel while calibrating {reference_s * 1e3:.3f} ms")
-    print(f"{'plan':6}{'predicted':>10}{'measured':>10}{'predicted':>11}{'measured':>10}{'error':>8}   ", end="")
-    print(f"{'predicted':>10}{'measured':>10}{'error':>8}")
-    print(f"{'':6}{'s':>10}{'s':>10}{'kernels':>11}{'kernels':>10}{'':8}   {'MB':>10}{'MB':>10}")
+    print(f"{'plan':9}{'predicted':>10}{'measured':>10}{'predicted':>11}{'measured':>10}{'error':>8}   ", end="")
+    print(f"{'predicted':>10}{'measured':>10}{'error':>8}{'load':>8}")
+    print(f"{'':9}{'s':>10}{'s':>10}{'kernels':>11}{'kernels':>10}{'':8}   {'MB':>10}{'MB':>10}")
     for case in cases:
-        want, got = statistics.median(case.ratios), case.predicted.step_s / reference_s
+        quiet = case.quiet()
+        want = statistics.median(seconds / reference for seconds, reference in quiet)
+        got = case.predicted.step_s / reference_s
         peak = case.predicted.peak.bytes
         row = {
             "predicted_s": case.predicted.step_s,
-            "measured_s": statistics.median(case.seconds),
+            "measured_s": statistics.median(seconds for seconds, _ in quiet),
             "fastest_s": min(case.seconds),
+            "load": statistics.median(reference for _, reference in quiet) / reference_s,
             "predicted_kernels": got,
             "measured_kernels": want,
             "time_error": got / want - 1,
@@ -213,9 +225,9 @@ def show(cases: list[Case], reference_s: float) -> None:
         }
         figures[case.name] = row
         print(
-            f"{case.name:6}{row['predicted_s']:10.4f}{row['measured_s']:10.4f}{got:11.1f}{want:10.1f}"
+            f"{case.name:9}{row['predicted_s']:10.4f}{row['measured_s']:10.4f}{got:11.1f}{want:10.1f}"
             f"{row['time_error']:+8.1%}   {peak / 1e6:10.1f}{case.measured_bytes / 1e6:10.1f}"
-            f"{row['memory_error']:+8.1%}"
+            f"{row['memory_error']:+8.1%}{row['load']:8.2f}"
         )
     worst = {k: max(abs(r[k]) for r in figures.values()) for k in ("time_error", "memory_error")}
     print(json.dumps({"reference_s": reference_s, "plans": figures, "worst": worst}))
