@@ -8,8 +8,10 @@ only the batch's family may be split; on the tensor axis families that reach a p
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -51,11 +53,13 @@ BYTES_PER_FLOP = {"data": 1e3, "micro": 1e3, "tensor": 0.1}
 # Price of one more collective, as a share of the price of all work: small work is not worth one.  On the data axis
 # reductions travel in buckets, and all that can be split by rows is to be.
 COLLECTIVE = {"data": 0.0, "micro": 1e-5, "tensor": 1e-5}
+COLLECTIVE_SEQUENCE = 0.25  # the same as a share of an activation, where those are to be split along the sequence
 BARRIER = 1e-4  # the same between micro-batches, where all have to arrive before one can go on
 TOUCH = {"data": 10.0, "micro": 1e-3, "tensor": 1e-3}  # price of touching a byte of memory
-TOUCH_SEQUENCE = 0.05  # the same where the user asked for activations to be split along the sequence
+TOUCH_SEQUENCE = 0.1  # the same where the user asked for activations to be split along the sequence
 WEIGHT = 10.0  # price of moving a weight over a tensor axis, relative to an activation: that axis is there to split it
 LATE = 0.99  # price of moving what leaves the step, relative to moving it earlier
+SHALLOW = 3  # blocks of a model of which the shares above are meant
 COPY = 1e-3  # price of touching the bytes that a redistribution moves
 KEEP = 3.0  # price of keeping a byte of a parameter: a tensor axis is there to split them
 
@@ -112,6 +116,7 @@ class FirstChoice:
         self.space = OptionSpace(step.graph, rows, batch_seeds(step.placeholders, step.inputs, blocks))
         self.specs = dict(zip(step.placeholders, step.inputs, strict=True))
         self.done: list[AxisResult] = []
+        self.streams = block_boundaries(step)
 
     def run(self) -> list[AxisResult]:
         """Results, one per wish, in the order of the wishes."""
@@ -124,13 +129,16 @@ class FirstChoice:
             return self._idle()
         families = Families(self.space, wish.size)
         if wish.role == "tensor":
-            return self._solve(wish, families, self._tensor_families(families), self._sequence(families, wish))
+            allowed = self._tensor_families(families)
+            if wish.sequence_parallel:
+                allowed -= self._stream_families(families)
+            return self._solve(wish, families, allowed, self._sequence(families, wish))
         batches = self._batch_families(families, wish)
-        allowed = [{family} for family in batches]
+        each = [{family} for family in batches]
         if wish.role == "data" and len(batches) > 1:
             # Two towers have a batch each (texts, images), which meet in the loss alone.  Last: the others win ties.
-            allowed.append(set(batches))
-        results = [self._solve(wish, families, some) for some in allowed]
+            each.append(set(batches))
+        results = [self._solve(wish, families, some) for some in each]
         return min(results, key=lambda r: r.cost) if results else self._solve(wish, families, set())
 
     def _idle(self) -> AxisResult:
@@ -160,6 +168,23 @@ class FirstChoice:
                     if isinstance(placement, Shard):
                         found.add(families.find(((node, 0), placement)))
         return found - set(self._batch_families(families, wish))
+
+    def _stream_families(self, families: Families) -> set[Family]:
+        """Families of what runs from block to block, but for those of inputs: the width of the residual stream."""
+        wish = self.wishes[len(self.done)]
+        found = set()
+        for node in self.streams:
+            for dim, size in enumerate(shape_of((node, 0))):
+                if can_split(size, wish.size):
+                    found.add(families.find(((node, 0), make_shard(dim, 1, size, wish.size))))
+        inputs = {
+            families.find(((node, 0), make_shard(dim, 1, size, wish.size)))
+            for node, spec in self.specs.items()
+            if spec.kind is InputKind.BATCH and isinstance(node.meta.get("val"), torch.Tensor)
+            for dim, size in enumerate(shape_of((node, 0)))
+            if can_split(size, wish.size)
+        }
+        return found - inputs
 
     def _sequence(self, families: Families, wish: AxisWish) -> Callable[[str], set[Family]]:
         """Families that sequence parallelism adds, by layer."""
@@ -256,6 +281,11 @@ class FirstChoice:
         return work
 
 
+def num_blocks(step: StepGraph) -> int:
+    """Repeated blocks of the model."""
+    return sum(len(group) for group in step.repeated)
+
+
 class AxisProblem:
     """The minimisation of one axis: a variable per call and per input, a hub per value that many calls read."""
 
@@ -269,16 +299,28 @@ class AxisProblem:
         self.owner, self.wish, self.options, self.stores = owner, wish, options, stores
         self.problem = Problem()
         self.per_flop = BYTES_PER_FLOP[wish.role]
-        total = sum(owner.flops(node) for node in options)
+        # A deep model is as many times the work of a shallow one, and its collectives are no dearer for that.
+        total = sum(owner.flops(node) for node in options) * min(1.0, SHALLOW / max(1, num_blocks(owner.step)))
+        self.weights = weight_views(owner.step)
         collective = 1.0 + COLLECTIVE[wish.role] * self.per_flop * total
+        if wish.sequence_parallel:
+            collective = min(collective, 1.0 + COLLECTIVE_SEQUENCE * self._activation_bytes())
         micro = wish.role == "micro"
         self.prices = Prices(wish.size, 1.0 + BARRIER * self.per_flop * total if micro else collective)
         # Micro-batches join for free where the result leaves the step, and nearly so where it comes from inputs alone.
         self.output_prices = Prices(wish.size, 0.0) if micro else self.prices
         self.input_prices = Prices(wish.size, collective) if micro else self.prices
         self.from_inputs = input_values(owner.step) if micro else set()
-        self.weights = weight_views(owner.step)
         self.touch = TOUCH_SEQUENCE if wish.sequence_parallel else TOUCH[wish.role]
+
+    def _activation_bytes(self) -> float:
+        """Bytes of what most of the heavy calls of the forward read beside weights."""
+        sizes = []
+        for node in self.options:
+            if self.owner.flops(node) > 0 and node.meta.get("phase") is not Phase.BACKWARD:
+                read = [v for t in self.owner.space.tensors[node] if (v := value_of(t))[0] not in self.weights]
+                sizes += [min(self.owner.local_bytes(v) for v in read)] if read else []
+        return statistics.median(sizes) if sizes else 0.0
 
     def solve(self) -> Solution:
         """Build all tables and minimise."""
@@ -453,6 +495,26 @@ CONTRACTIONS: Mapping[str, float] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": 1,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 2.5,
 }
+
+
+def block_boundaries(step: StepGraph) -> list[fx.Node]:
+    """Forward values of one repeated block that the next one reads."""
+    follows = {b: a for group in step.repeated for a, b in pairwise(group)}
+
+    def block(node: fx.Node) -> str:
+        parts = str(node.meta.get("layer", "")).split(".")
+        paths = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+        return next((p for p in paths if p in blocks), "")
+
+    blocks = set(follows) | set(follows.values())
+    found: dict[fx.Node, None] = {}
+    for node in step.graph.nodes if blocks else ():
+        if node.op == "call_function" and node.meta.get("phase") is Phase.FORWARD:
+            before = follows.get(block(node))
+            for source in node.all_input_nodes:
+                if before and source.meta.get("phase") is Phase.FORWARD and block(source) == before:
+                    found[source] = None
+    return [node for node in found if isinstance(node.meta.get("val"), torch.Tensor)]
 
 
 def weight_views(step: StepGraph) -> set[fx.Node]:

@@ -87,13 +87,15 @@ def _price(cost: ProgramCost, programs: Sequence[Program]) -> Price:
 
 
 _KINDS = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer state", "input": "inputs"}
+_PASSING = {"activation": "activations", "temporary": "temporaries"}
 
 
 def _owner(layer: str, kind: str) -> str:
     """A buffer's owner in words; copies of a block are one owner, and so are parameters and what belongs to them."""
     if kind in _KINDS:
         return _KINDS[kind]
-    return f"{kind}s of {family(layer)}" if layer else f"{kind}s outside layers"
+    what = _PASSING.get(kind, kind)
+    return f"{what} of {family(layer)}" if layer else f"{what} outside layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
