@@ -159,11 +159,13 @@ def _level(
 
 def _timed(run: Callable[[], object], watch: Stopwatch) -> float:
     """Time of a collective; one that takes long is run fewer times (all ranks decide alike)."""
+    a = torch.randn(256, 256, device=watch.place)
+    before = partial(torch.mm, a, a)
     run()
     first_s = _shared(watch.sample(run, 1), watch.group, watch.place)
     if first_s > SLOW_S:
-        return Stopwatch(place=watch.place, repeats=2, group=watch.group).seconds_together(run, calls=1)
-    return watch.seconds_together(run)
+        return Stopwatch(place=watch.place, repeats=3, group=watch.group).seconds_together(run, before, calls=1)
+    return watch.seconds_together(run, before)
 
 
 def _shared(seconds: float, group: dist.ProcessGroup | None, place: torch.device) -> float:

@@ -1,12 +1,13 @@
 """Timing of short calls on a machine that other work shares.
 
-Interruptions only lengthen a run, so what counts is the first quartile of several runs, and where one thread of the
+Interruptions only lengthen a run, so the first quartile of several runs of a kernel counts, and where one thread of the
 processor computes, the time that it ran and not the time that passed.  With several ranks all of them run the same
 thing at the same time, since they share caches and memory.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,14 +57,21 @@ class Stopwatch:
             calls *= 4
         return first_quartile([first, *(self.sample(run, calls, clock) for _ in range(self.repeats - 1))])
 
-    def seconds_together(self, run: Callable[[], object], *, calls: int = 3) -> float:
-        """Time of a call in which all ranks of the group take part; each makes the same number of calls."""
+    def seconds_together(self, run: Callable[[], object], before: Callable[[], object], *, calls: int = 3) -> float:
+        """Time of a call in which all ranks of the group take part; each makes the same number of calls.
+
+        Every call follows one of ``before``, which is not counted: the ranks come from computing and not at the same
+        instant, and the threads that communicate have slept.  Such delays are part of the time, so the median counts.
+        """
         run()
         times = []
         for _ in range(self.repeats):
             self.meet()
-            times.append(self.sample(run, calls))
-        return first_quartile(times)
+            for _ in range(calls):
+                before()
+                self.wait()
+                times.append(self.sample(run, 1))
+        return statistics.median(times)
 
     def meet(self) -> None:
         """Wait for the other ranks."""

@@ -38,6 +38,7 @@ from autopar.cost_models.cluster import Cluster
 from autopar.lower import Lowering
 from autopar.passes.program_cost import ProgramCost, predict
 from autopar.plan import Constraints
+from autopar.runtime.native import scatter_by_exchange
 from autopar.stopwatch import Stopwatch
 
 PLAIN = {"pp": 1, "microbatches": 1, "recompute": "none", "sequence_parallel": False}
@@ -111,7 +112,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--plans", default="ddp,fsdp,tp", help=", ".join(PLANS))
     parser.add_argument("--save", type=Path, help="write the calibrated cluster there")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -137,6 +138,7 @@ def prepare(name: str, cluster: Cluster, options: argparse.Namespace) -> Case:
     step = capture(copy.deepcopy(model), batch)
     plan = autopar.plan(model, batch, cluster=cluster, constraints=Constraints(**PLANS[name]), optimizer="sgd")
     program = Lowering(step, plan).program(dist.get_rank())
+    scatter_by_exchange(program.graph_module.graph)  # as the runtime does on a CPU
     predicted = predict([program], cluster, optimizer_bytes_per_parameter_byte=0.0)
     compiled = autopar.compile(model, batch, plan=plan, optimizer="sgd")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=1e-2)
