@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 
 from autopar.passes.base import InputKind, OutputKind, Program
 from autopar.runtime.attention import attend_on_device
-from autopar.runtime.native import reduce_in_place, scatter_by_exchange
+from autopar.runtime.native import add_in_place, reduce_in_place, scatter_by_exchange
 
 INPUT_ORDER = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.BATCH, InputKind.SEED)
 GRADIENTS = (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)
@@ -60,6 +60,7 @@ def bind(program: Program, real_name: Callable[[str], str], device: torch.device
             attend_on_device(graph_module.graph)
         reduce_in_place(graph_module.graph)
         graph_module.recompile()
+    add_in_place(module)
     module.graph.lint()
     module.recompile()
     return module

@@ -1,12 +1,14 @@
 """Forms of communication that a backend runs faster; the numbers stay the same.
 
 * a sum over ranks of a tensor that nobody else reads is taken in place (the functional form copies its input first)
+* what a micro-batch gives is added in place to a sum that nobody else reads (fresh memory costs more than the sum)
 * gloo's reduce_scatter is slower than an exchange of parts followed by a local sum (about twice on two ranks)
 """
 
 from __future__ import annotations
 
 import operator
+from typing import cast
 
 import torch
 from torch import fx
@@ -21,6 +23,39 @@ def reduce_in_place(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is ALL_REDUCE and is_fresh(node.args[0]):
             node.target = ALL_REDUCE_IN_PLACE
+
+
+def add_in_place(module: fx.GraphModule) -> None:
+    """Turn sums into a fresh, otherwise unread tensor of the same kind into in-place ones, in the outermost graph."""
+    for node in reversed(module.graph.find_nodes(op="call_function", target=aten.add.Tensor)):
+        total = node.args[0]
+        if node.kwargs or not isinstance(total, fx.Node) or not _same_kind(total.meta.get("val"), node.meta.get("val")):
+            continue
+        if len(total.users) == 1 and node.args[1] is not total and (is_fresh(total) or _is_fresh_result(module, total)):
+            node.target = aten.add_.Tensor
+
+
+def _same_kind(one: object, other: object) -> bool:
+    """Whether the tensors have one shape and dtype, and no element of the first stands for several."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    spread = any(stride == 0 and size > 1 for stride, size in zip(one.stride(), one.shape, strict=True))
+    return one.shape == other.shape and one.dtype == other.dtype and not spread
+
+
+def _is_fresh_result(module: fx.GraphModule, value: fx.Node) -> bool:
+    """Whether a value is the result of a sub-program that made it for this place alone."""
+    if value.target is not operator.getitem:
+        return False
+    called, index = value.args
+    if not isinstance(called, fx.Node) or called.op != "call_module":
+        return False
+    if [user.args[1] for user in called.users].count(index) != 1:
+        return False
+    graph = cast("fx.GraphModule", module.get_submodule(str(called.target))).graph
+    results = cast("tuple[object, ...]", graph.output_node().args[0])
+    result = results[cast("int", index)]
+    return sum(other is result for other in results) == 1 and is_fresh(result)
 
 
 def is_fresh(value: object) -> bool:

@@ -23,6 +23,7 @@ from autopar.search.first_choice import row_flops
 
 BACKWARD_WORK = 3.0  # forward and backward together, in forwards
 STATE = 0.5  # share of the balance that goes to the bytes of parameters, the rest to time
+WORTH = 0.97  # a block is cut where that brings the heaviest stage below this share of what it would be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,9 @@ def balanced_stages(costs: Sequence[RunCost], num_stages: int, num_ranks: int | 
 
     minimise  max over stages of (sum of weights)  +  a little of the bytes that cross the cuts
 
-    Where a rank runs several stages (``num_ranks`` is smaller), cuts are then moved while the largest rank's sum falls.
+    Cuts stand between blocks; inside a block only where no more is sent than between blocks and the stages become
+    clearly more even.  Where a rank runs several stages (``num_ranks`` is smaller), cuts are then moved while the
+    largest rank's sum falls.
 
     Raises:
         ConstraintError: wished stages go against the order in which the layers run.
@@ -163,11 +166,34 @@ def balanced_stages(costs: Sequence[RunCost], num_stages: int, num_ranks: int | 
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost.weight)
-    largest = max((c.crossing_bytes for c in costs), default=0.0) or 1.0
     outside = [i + 1 for i, c in enumerate(costs[:-1]) if not c.inside_block]
     forced = any(c.stage is not None for c in costs)
-    cuts = outside if len(outside) >= 2 * num_stages and not forced else list(range(1, n))
-    ends = sorted({0, n, *cuts})
+    if len(outside) < 2 * num_stages or forced:
+        ends = list(range(n + 1))
+        most, chosen = best_cuts(costs, before, ends, num_stages)
+    else:
+        ends = [0, *outside, n]
+        most, chosen = best_cuts(costs, before, ends, num_stages)
+        usual = max(costs[e - 1].crossing_bytes for e in outside)
+        cheap = [0, *(i + 1 for i, c in enumerate(costs[:-1]) if not c.inside_block or c.crossing_bytes <= usual), n]
+        finer, other = best_cuts(costs, before, cheap, num_stages)
+        if finer < WORTH * most:
+            ends, chosen = cheap, other
+    if num_ranks is not None and num_ranks < num_stages:
+        chosen = balanced_ranks(costs, before, ends, chosen, num_ranks)
+    return stages_of(costs, chosen)
+
+
+def best_cuts(
+    costs: Sequence[RunCost], before: Sequence[float], ends: Sequence[int], num_stages: int
+) -> tuple[float, tuple[int, ...]]:
+    """The largest stage's weight and the ends of all stages, where stages may end at ``ends``.
+
+    Raises:
+        ConstraintError: wished stages go against the order in which the layers run.
+    """
+    n = len(costs)
+    largest = max((c.crossing_bytes for c in costs), default=0.0) or 1.0
     price = {e: 0.02 * costs[e - 1].crossing_bytes / largest / num_stages if 0 < e < n else 0.0 for e in ends}
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
@@ -188,10 +214,7 @@ def balanced_stages(costs: Sequence[RunCost], num_stages: int, num_ranks: int | 
             f"the stages wished for ({', '.join(wished[:6])}) do not fit {num_stages} stages in the order in which the "
             f"layers run ({', '.join(c.run.name or 'code outside layers' for c in costs[:6])}, ...)"
         )
-    chosen = best[n][2]
-    if num_ranks is not None and num_ranks < num_stages:
-        chosen = balanced_ranks(costs, before, ends, chosen, num_ranks)
-    return stages_of(costs, chosen)
+    return best[n][0], best[n][2]
 
 
 def balanced_ranks(

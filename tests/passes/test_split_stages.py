@@ -1,5 +1,7 @@
 """Runs of layers, balanced cuts, and the stage of every call."""
 
+import dataclasses
+
 import pytest
 
 from autopar.capture import capture
@@ -60,6 +62,34 @@ def test_cuts_are_balanced_by_cost_and_cover_everything(num_stages):
             assert (
                 stage == blocks[name.split("#")[0].split(".")[1]]
             )  # a block is not cut where there are enough of them
+
+
+def test_a_block_is_cut_where_nothing_more_crosses_and_the_stages_become_more_even():
+    run = layer_runs(capture(Tied(depth=1), tokens()))[0]
+
+    def cost(weight, crossing_bytes, *, inside_block):
+        return RunCost(
+            run=dataclasses.replace(run, name=f"{len(costs)}"),
+            weight=weight,
+            crossing_bytes=crossing_bytes,
+            stage=None,
+            inside_block=inside_block,
+        )
+
+    def cuts(head):
+        costs.clear()
+        for _ in range(4):  # a block: attention, then a wide layer whose middle is expensive to send
+            costs.append(cost(1.0, 1.0, inside_block=True))
+            costs.append(cost(1.0, 4.0, inside_block=True))
+            costs.append(cost(1.0, 1.0, inside_block=False))
+        costs.append(cost(head, 0.0, inside_block=False))
+        stages = balanced_stages(costs, 2)
+        return sum(stage == 0 for stage in stages.values())
+
+    costs = []
+    assert cuts(head=0.1) == 6  # between blocks
+    assert cuts(head=3.0) == 7  # behind the attention of the third
+    assert cuts(head=4.5) == 9  # behind its expensive middle would be as even
 
 
 def test_wished_stages_are_honoured_or_refused():
