@@ -25,6 +25,7 @@ from rich.table import Table
 
 from autopar.calibrate import calibrate
 from autopar.capture import capture
+from autopar.cli_dump import draw_schedule, with_grid_flag
 from autopar.cli_options import WorkOptions, with_work_options
 from autopar.cli_simulate import simulate_command
 from autopar.cost_models.cluster import Cluster, default_calibration_path
@@ -58,13 +59,14 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan to use ins
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write to.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
-app.command("simulate")(simulate_command)
+simulate = app.command("simulate")(simulate_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
-        code = app(args=arguments, prog_name="autopar", standalone_mode=False)
+        words = with_grid_flag(sys.argv[1:] if arguments is None else arguments)
+        code = app(args=words, prog_name="autopar", standalone_mode=False)
     except typer.TyperException as error:
         message = error.format_message()
     except AutoparError as error:
@@ -144,13 +146,20 @@ def dump_command(
     ] = None,
     fold: Annotated[bool | None, typer.Option(help="Leave out copies of a block that was shown.")] = None,
     diff: Annotated[Path | None, typer.Option(help="Another plan: show what its program does otherwise.")] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Draw the schedule, ranks by time; so does --schedule without a name.")
+    ] = False,
     output: Output = None,
     as_json: AsJson = False,
     work: WorkOptions,
 ) -> int:
-    """Show the program of one rank, as Python, JSON, dot or SVG."""
+    """Show the program of one rank, as Python, JSON, dot or SVG, or the schedule of all."""
     loaded = work.load(model)
     step, chosen = _plan(loaded, work, plan)
+    if grid:
+        cluster = work.ranks() if plan is None or work.cluster else Cluster.local(chosen.world_size)
+        _write(draw_schedule(step, chosen, cluster, format), output)
+        return DONE
     if not 0 <= rank < chosen.world_size:
         raise UsageError(f"rank {rank} is not one of the plan's {chosen.world_size}; use 0 to {chosen.world_size - 1}")
     program = Lowering(step, chosen).program(rank)

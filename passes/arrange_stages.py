@@ -15,6 +15,7 @@ from autopar.cost_models.schedules import Action, Kind, Schedule, needs
 from autopar.passes.microbatch import Fold
 
 ONCE = -1  # in place of a micro-batch
+ACTION = "action"  # node.meta of a sub-program's call: the schedule's action that it is (of)
 SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRADIENT: 1.0, Kind.WEIGHT_GRADIENT: 1.0}
 
 
@@ -36,6 +37,7 @@ class Part:
     Attributes:
         name: name of the sub-program.
         stage: who runs it; -1: every stage that needs it.
+        kind: what of its stage it computes; None for what is counted over the inputs.
         calls: positions in the fold, in order; those that are cheap to repeat included.
         inputs: positions of what it takes.
         outputs: positions of what it gives.
@@ -43,6 +45,7 @@ class Part:
 
     name: str
     stage: int
+    kind: Kind | None = None
     calls: list[int]
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
@@ -119,7 +122,8 @@ class Arrangement:
         for key in sorted(groups, key=lambda k: (k[0], k[1], k[2].value)):
             level = f"_{key[0]}" if len(self.levels) > 1 else ""
             self.keys[key] = len(self.parts)
-            self._add(Part(name=f"stage{key[1]}_{names[key[2]]}{level}", stage=key[1], calls=groups[key]))
+            name = f"stage{key[1]}_{names[key[2]]}{level}"
+            self._add(Part(name=name, stage=key[1], kind=key[2], calls=groups[key]))
         counted = [j for j, n in enumerate(fold.nodes) if fold.join[j] and fold.live[j] and fold.from_inputs[j]]
         for depth in sorted({fold.depth[j] for j in counted}):
             sources = [fold.inputs[j][0] for j in counted if fold.depth[j] == depth]

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from autopar.cost_models.errors import PartitionError
-from autopar.passes.arrange_stages import ONCE, Arrangement, Event, Part
+from autopar.cost_models.schedules import Action
+from autopar.passes.arrange_stages import ACTION, ONCE, Arrangement, Event, Part
 from autopar.passes.base import InputKind, Mesh, OutputKind, Phase, Program, ProgramTensor
 from autopar.passes.lowering import Emitter
 from autopar.passes.microbatch import Fold, Ref, is_draw, is_number
@@ -293,6 +294,8 @@ class Unroll:
             "phase": Phase.BACKWARD if backward else Phase.FORWARD,
             "source": "",
         }
+        if part.kind is not None:
+            called.meta[ACTION] = Action(part.stage, part.kind, m)
         for k, i in enumerate(part.outputs):
             piece = self.graph.call_function(operator.getitem, (called, k))
             piece.meta = plain_meta(self.fold.node(m, i))

@@ -138,6 +138,24 @@ def test_dump_of_a_rank_of_a_saved_plan(run, model, tmp_path):
     assert any(line.strip().startswith("+ all_reduce") for line in out.splitlines())
 
 
+def test_dump_draws_the_schedule(run, model, tmp_path):
+    wishes = ("--dp", 1, "--tp", 1, "--pp", 2, "--microbatches", 4, "--schedule", "zb")
+    code, out, _ = run("dump", model, *wishes, "--schedule")
+    assert code == DONE
+    assert "zb: 2 stages on 2 ranks, 4 micro-batches" in out
+    assert "bubble" in out
+    assert "W3" in out
+    plan = tmp_path / "plan.json"
+    run("search", model, "--cluster", "1x2xH100", *wishes, "-o", plan)
+    code, out, _ = run("dump", model, "--plan", plan, "--grid", "--format", "svg")
+    assert code == DONE
+    assert out.startswith("<svg")
+    assert run("dump", model, *wishes, "--grid", "--format", "dot")[0] == BAD_INPUT
+    code, _, err = run("dump", model, "--dp", 2, "--schedule")
+    assert code == BAD_INPUT
+    assert "--microbatches" in one_line(err)
+
+
 def test_verify_compares_with_one_device(run, model):
     code, out, _ = run("verify", model, "--dp", 2, "--tp", 2, "--zero", 3)
     assert code == DONE
