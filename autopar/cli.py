@@ -59,7 +59,7 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan to use ins
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write to.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
-simulate = app.command("simulate")(simulate_command)
+simulate = simulate = app.command("simulate")(simulate_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,10 +6,11 @@
 The ranks calibrate together (``autopar.calibrate``), the emitted programs are priced by ``passes/program_cost`` with
 gain 1, and the same programs are run, in interleaved rounds.  All ranks run a reference kernel (a matmul of 512) for a
 while before and after every timed step: predicted and measured times are compared in units of it, as it was calibrated
-and as it ran then, so that other work on the machine does not count as an error.  What counts is the median over the
-half of the rounds in which the reference ran fastest (other work slows a processor and not a network, so a quiet
-machine is better still; ``load`` says how much slower the reference was).  Memory is what torch's allocator reports for
-one step beside what the rank holds.  The last line is JSON.
+and as it ran then.  Other work on the machine slows a processor and not a network, and ranks that wait for each other
+more than either of them, so what counts are the quiet rounds: those in which the reference got the whole processor on
+every rank.  The program waits for such moments (``--patience`` seconds in all); where there were too few, the half of
+the rounds with the fastest reference counts, and ``load`` says how much slower it was.  Memory is what torch's
+allocator reports for one step beside what the rank holds.  The last line is JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from autopar.lower import Lowering
 from autopar.passes.program_cost import ProgramCost, predict
 from autopar.plan import Constraints
 from autopar.runtime.native import scatter_by_exchange
-from autopar.stopwatch import Stopwatch
 
 PLAIN = {"pp": 1, "microbatches": 1, "recompute": "none", "sequence_parallel": False}
 PLANS = {
@@ -49,6 +49,8 @@ PLANS = {
     "recompute": PLAIN | {"dp": 2, "tp": 1, "zero": 3, "recompute": "full"},
 }
 REFERENCE_CALLS = 50
+QUIET = 0.95  # share of a processor that the reference has to get for a round to count as quiet
+ENOUGH = 3  # quiet rounds that are enough to leave the others out
 
 
 class Block(nn.Module):
@@ -88,6 +90,15 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """A timed step of the slowest rank, the reference kernel around it, and the share of a processor that that got."""
+
+    seconds: float
+    reference_s: float
+    share: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Case:
     """One plan: what was predicted, what runs, and what was measured (seconds of a step and of the reference)."""
@@ -96,13 +107,14 @@ class Case:
     predicted: ProgramCost
     step: Callable[[], None]
     measured_bytes: float
-    seconds: list[float]
-    references: list[float]
+    rounds: list[Round]
 
-    def quiet(self) -> list[tuple[float, float]]:
-        """(seconds, reference seconds) of the half of the rounds in which the reference ran fastest."""
-        pairs = sorted(zip(self.seconds, self.references, strict=True), key=lambda pair: pair[1])
-        return pairs[: (len(pairs) + 1) // 2]
+    def counted(self) -> list[Round]:
+        """The quiet rounds, or the half of all rounds in which the reference ran fastest."""
+        quiet = [r for r in self.rounds if r.share >= QUIET]
+        if len(quiet) >= ENOUGH:
+            return quiet
+        return sorted(self.rounds, key=lambda r: r.reference_s)[: (len(self.rounds) + 1) // 2]
 
 
 def main() -> None:
@@ -112,18 +124,21 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=120.0)
     parser.add_argument("--plans", default="ddp,fsdp,tp", help=", ".join(PLANS))
     parser.add_argument("--save", type=Path, help="write the calibrated cluster there")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    gauge = Gauge(options.patience)
+    gauge.wait()
     cluster, rows = calibrate()
     reference_s = next(row.seconds for row in rows if row.name == "reference")
     if options.save is not None and dist.get_rank() == 0:
         cluster.to_file(options.save)
     cases = [prepare(name, cluster, options) for name in options.plans.split(",")]
-    measure(cases, options.rounds, options.steps)
+    measure(cases, gauge, options.rounds, options.steps)
     if dist.get_rank() == 0:
         show(cases, reference_s)
     dist.destroy_process_group()
@@ -157,8 +172,7 @@ def prepare(name: str, cluster: Cluster, options: argparse.Namespace) -> Case:
         predicted=predicted,
         step=run,
         measured_bytes=held_bytes + allocated_bytes(run),
-        seconds=[],
-        references=[],
+        rounds=[],
     )
 
 
@@ -176,29 +190,58 @@ def allocated_bytes(run: Callable[[], None]) -> float:
     return float(max(totals) - (totals[0] - rows[0]["args"]["Bytes"]))
 
 
-def measure(cases: list[Case], rounds: int, steps: int) -> None:
-    """Interleaved rounds; a step's time is the slowest rank's, in units of the reference kernel around it."""
-    watch = Stopwatch(place=torch.device("cpu"))
-    square = torch.randn(REFERENCE_SIZE, REFERENCE_SIZE)
+class Gauge:
+    """Runs the reference kernel on all ranks at once, and waits for moments in which nothing else runs.
 
-    def reference() -> float:
+    Args:
+        patience_s: how long it waits in all.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.left_s = patience_s
+        self.square = torch.randn(REFERENCE_SIZE, REFERENCE_SIZE)
+
+    def read(self) -> tuple[float, float]:
+        """(seconds a call on the slowest rank, share of a processor on the rank that got least)."""
         dist.barrier()
-        return watch.sample(lambda: torch.mm(square, square), REFERENCE_CALLS)
+        start, ran = time.perf_counter(), time.thread_time()
+        for _ in range(REFERENCE_CALLS):
+            torch.mm(self.square, self.square)
+        took_s, ran_s = time.perf_counter() - start, time.thread_time() - ran
+        worst = torch.tensor([took_s / REFERENCE_CALLS, -ran_s / took_s])
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return float(worst[0]), -float(worst[1])
 
+    def wait(self) -> tuple[float, float]:
+        """The first quiet reading, or the last one when patience is at its end.  All ranks leave together."""
+        while True:
+            start = time.perf_counter()
+            found = self.read()
+            if found[1] >= QUIET:
+                return found
+            time.sleep(0.2)
+            passed = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(passed, dist.ReduceOp.MAX)
+            self.left_s -= float(passed)
+            if self.left_s < 0:
+                return found
+
+
+def measure(cases: list[Case], gauge: Gauge, rounds: int, steps: int) -> None:
+    """Interleaved rounds."""
     for turn in range(rounds + 1):
         for i in range(len(cases)):
             case = cases[(turn + i) % len(cases)]
-            before_s = reference()
-            dist.barrier()
+            before_s, before = gauge.wait()
             start = time.perf_counter()
             for _ in range(steps):
                 case.step()
-            took_s = (time.perf_counter() - start) / steps
-            took = torch.tensor([took_s, (before_s + reference()) / 2])
+            took = torch.tensor((time.perf_counter() - start) / steps)
             dist.all_reduce(took, dist.ReduceOp.MAX)
+            after_s, after = gauge.read()
             if turn:  # The first round warms up.
-                case.seconds.append(float(took[0]))
-                case.references.append(float(took[1]))
+                row = Round(seconds=float(took), reference_s=(before_s + after_s) / 2, share=min(before, after))
+                case.rounds.append(row)
 
 
 def show(cases: list[Case], reference_s: float) -> None:
@@ -209,15 +252,17 @@ def show(cases: list[Case], reference_s: float) -> None:
     print(f"{'predicted':>10}{'measured':>10}{'error':>8}{'load':>8}")
     print(f"{'':9}{'s':>10}{'s':>10}{'kernels':>11}{'kernels':>10}{'':8}   {'MB':>10}{'MB':>10}")
     for case in cases:
-        quiet = case.quiet()
-        want = statistics.median(seconds / reference for seconds, reference in quiet)
+        counted = case.counted()
+        want = statistics.median(r.seconds / r.reference_s for r in counted)
         got = case.predicted.step_s / reference_s
         peak = case.predicted.peak.bytes
         row = {
             "predicted_s": case.predicted.step_s,
-            "measured_s": statistics.median(seconds for seconds, _ in quiet),
-            "fastest_s": min(case.seconds),
-            "load": statistics.median(reference for _, reference in quiet) / reference_s,
+            "measured_s": statistics.median(r.seconds for r in counted),
+            "fastest_s": min(r.seconds for r in case.rounds),
+            "load": statistics.median(r.reference_s for r in counted) / reference_s,
+            "rounds": len(counted),
+            "quiet": sum(r.share >= QUIET for r in case.rounds),
             "predicted_kernels": got,
             "measured_kernels": want,
             "time_error": got / want - 1,
@@ -229,7 +274,7 @@ def show(cases: list[Case], reference_s: float) -> None:
         print(
             f"{case.name:9}{row['predicted_s']:10.4f}{row['measured_s']:10.4f}{got:11.1f}{want:10.1f}"
             f"{row['time_error']:+8.1%}   {peak / 1e6:10.1f}{case.measured_bytes / 1e6:10.1f}"
-            f"{row['memory_error']:+8.1%}{row['load']:8.2f}"
+            f"{row['memory_error']:+8.1%}{row['load']:8.2f}{row['quiet']:4d} of {len(case.rounds)} quiet"
         )
     worst = {k: max(abs(r[k]) for r in figures.values()) for k in ("time_error", "memory_error")}
     print(json.dumps({"reference_s": reference_s, "plans": figures, "worst": worst}))
