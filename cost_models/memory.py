@@ -7,6 +7,7 @@ passing need.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -71,6 +72,20 @@ def peak(buffers: Iterable[Buffer]) -> Peak:
             owners[b.layer, b.kind] = owners.get((b.layer, b.kind), 0.0) + b.bytes
     ordered = sorted(((*key, size) for key, size in owners.items()), key=lambda o: -o[2])
     return Peak(bytes=float(best), at=at, owners=tuple(ordered))
+
+
+def alive(buffers: Iterable[Buffer], length: int) -> list[float]:
+    """Bytes held at every position of a program of ``length`` positions.
+
+    >>> a, b = Buffer(name="a", bytes=3, born=0, dies=1), Buffer(name="b", bytes=4, born=1, dies=5)
+    >>> alive([a, b], 3)
+    [3.0, 7.0, 4.0]
+    """
+    change = [0.0] * (length + 1)
+    for b in buffers:
+        change[min(b.born, length)] += b.bytes
+        change[min(b.dies + 1, length)] -= b.bytes
+    return list(itertools.accumulate(change[:length]))
 
 
 # Bytes of state per parameter beside the parameter itself, by optimizer.

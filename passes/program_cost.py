@@ -16,11 +16,13 @@ from torch import fx
 from autopar.cost_models.cluster import Cluster, LinkLevel, Span
 from autopar.cost_models.collectives import Collective, CollectiveModel, Transfer
 from autopar.cost_models.compute import KernelModel, Op, memory_op
-from autopar.cost_models.memory import Buffer, Peak, peak
+from autopar.cost_models.memory import Buffer, Peak, alive, peak
 from autopar.cost_models.timeline import COMPUTE, Event, Timeline, simulate
 from autopar.passes.base import InputKind, OutputKind, Phase, Program
 from autopar.passes.pricing import base_of, buffers, op_name, price_node, tensor_bytes, tensors
 
+# Where a program is: the sub-program or "", the layer, the phase.
+Place = tuple[str, str, str]
 # What a value waits for: per stream, the last event it depends on.
 _After = dict[str, int]
 
@@ -41,6 +43,7 @@ class ProgramCost:
     Attributes:
         step_s: duration, optimizer included.
         peak: the moment of most memory on the rank that needs most, and whose it is; optimizer state included.
+        peaks: the most of the first program while it is in each place: a sub-program or "", a layer, a phase.
         timeline: when everything runs.
         optimizer_s: the part of ``step_s`` in which the optimizer updates.
         sent_bytes: per mesh axis group, the bytes of full tensors that a rank communicates.
@@ -51,6 +54,7 @@ class ProgramCost:
 
     step_s: float
     peak: Peak
+    peaks: Mapping[Place, float]
     timeline: Timeline
     optimizer_s: float
     sent_bytes: Mapping[str, float]
@@ -260,6 +264,7 @@ def predict(
     return ProgramCost(
         step_s=timeline.step_s + optimizer_s,
         peak=max(peaks, key=lambda p: p.bytes),
+        peaks=_peaks(programs[0], lives[0]),
         timeline=timeline,
         optimizer_s=optimizer_s,
         sent_bytes=rows[0].sent,
@@ -328,6 +333,49 @@ def _lives(program: Program, state_bytes: float) -> list[Buffer]:
     return [*lives, *_passing(program.graph_module)]
 
 
+def _peaks(program: Program, lives: Sequence[Buffer]) -> dict[Place, float]:
+    """The most memory in every place."""
+    module = program.graph_module
+    nodes = list(module.graph.nodes)
+    inner: dict[str, dict[Place, float]] = {}
+    found: dict[Place, float] = {}
+    names = {n.name for n in nodes}
+    held = alive([b for b in lives if b.name in names or b.kind == "optimizer"], len(nodes))
+    for i, node in enumerate(nodes):
+        here = {_place("", node): 0.0}
+        if node.op == "call_module":
+            name = str(node.target)
+            if name not in inner:
+                inner[name] = _inner_peaks(name, cast("fx.GraphModule", module.get_submodule(name)))
+            here = inner[name] or here
+        for place, extra in here.items():
+            found[place] = max(found.get(place, 0.0), held[i] + extra)
+    return found
+
+
+def _place(part: str, node: fx.Node) -> Place:
+    return part, str(node.meta.get("layer", "")), str(node.meta.get("phase", Phase.FORWARD).value)
+
+
+def _inner_peaks(name: str, module: fx.GraphModule) -> dict[Place, float]:
+    """What a sub-program holds in each of its places, beyond what it takes in and gives back."""
+    nodes = list(module.graph.nodes)
+    taken = {n.name for n in module.graph.find_nodes(op="placeholder")}
+    held = alive([b for b in buffers(module.graph) if b.name not in taken], len(nodes))
+    outside = _given_bytes(module)
+    found: dict[Place, float] = {}
+    for i, node in enumerate(nodes):
+        place = _place(name, node)
+        found[place] = max(found.get(place, 0.0), held[i] - outside)
+    return found
+
+
+def _given_bytes(module: fx.GraphModule) -> float:
+    """Bytes of what a sub-program makes and gives back."""
+    given = {base_of(v) for v in module.graph.output_node().all_input_nodes}
+    return float(sum(tensor_bytes(t) for n in given if n.op != "placeholder" for t in tensors(n.meta.get("val"))))
+
+
 def _passing(module: fx.GraphModule) -> Iterator[Buffer]:
     """What sub-programs hold while they run, beyond what they take in and give back."""
     needs: dict[str, tuple[float, str]] = {}
@@ -346,6 +394,4 @@ def _passing_bytes(module: fx.GraphModule) -> tuple[float, str]:
     """The most that is alive inside beyond its inputs and all of its outputs, and the layer that holds most of it."""
     taken = {n.name for n in module.graph.find_nodes(op="placeholder")}
     top = peak(b for b in buffers(module.graph) if b.name not in taken)
-    given = {base_of(v) for v in module.graph.output_node().all_input_nodes}
-    outside = sum(tensor_bytes(t) for n in given if n.op != "placeholder" for t in tensors(n.meta.get("val")))
-    return top.bytes - outside, top.owners[0][0] if top.owners else ""
+    return top.bytes - _given_bytes(module), top.owners[0][0] if top.owners else ""

@@ -17,8 +17,8 @@ from torch import fx
 
 from autopar.passes.base import OutputKind, Phase, StepGraph
 
-WORTH = 5  # a group of fewer blocks stays whole
-ENDS = ((1, 1), (2, 1), (2, 2))  # blocks that stay at the start and the end: the first that lie between equal ones
+WORTH = 6  # a group of fewer blocks stays whole
+ENDS = ((2, 1), (2, 2), (3, 3))  # blocks that stay at the start and the end: the first that lie between equal ones
 
 
 @dataclass(frozen=True, kw_only=True)

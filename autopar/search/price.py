@@ -18,7 +18,7 @@ from autopar.cost_models.pipeline import StageCost, step_seconds
 from autopar.cost_models.schedules import build, in_flight
 from autopar.passes.base import InputKind, Phase, Program
 from autopar.passes.pricing import tensor_bytes, tensors
-from autopar.passes.program_cost import ProgramCost, predict
+from autopar.passes.program_cost import Place, ProgramCost, predict
 from autopar.report.text import family
 from autopar.search.candidates import CHUNKS, Candidate
 from autopar.search.folding import Folds
@@ -111,6 +111,7 @@ class _Depth:
     rest_s: float
     saved_bytes: float
     state_bytes: float
+    peaks: Mapping[Place, float] = field(hash=False)
 
 
 def _depth(program: Program, cluster: Cluster, optimizer: str) -> _Depth:
@@ -135,6 +136,7 @@ def _depth(program: Program, cluster: Cluster, optimizer: str) -> _Depth:
         rest_s=cost.step_s - count * (forward_s + backward_s),
         saved_bytes=_saved_bytes(program) / count,
         state_bytes=held,
+        peaks=cost.peaks,
     )
 
 
@@ -202,12 +204,17 @@ class FoldedPrices:
         }
         return Price(
             step_s=self._total(found, lambda d: d.price.step_s),
-            peak_bytes=self._total(found, lambda d: d.price.peak_bytes),
+            peak_bytes=self._peak(found),
             owners=tuple(sorted(owners.items(), key=lambda item: -item[1])),
             comm_bytes=self._total(found, lambda d: d.price.comm_bytes),
             flops=self._total(found, lambda d: d.price.flops),
             parts={p: max(0.0, self.folds.total([d.price.parts[p] for d in found])) for p in found[0].price.parts},
         )
+
+    def _peak(self, found: Sequence[_Depth]) -> float:
+        """The most in any place: in each of them it is linear in the number of blocks, but not so the largest."""
+        places = set.intersection(*(set(d.peaks) for d in found))
+        return max(self.folds.total([d.peaks[place] for d in found]) for place in places)
 
     def _pipeline(self, found: Sequence[_Depth], candidate: Candidate) -> Price:
         """Blocks dealt out to stages; what is outside of them runs on the last, but for what comes before the first."""
