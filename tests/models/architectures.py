@@ -148,7 +148,7 @@ def compare(name: str, parameters: int, step: StepGraph, values: Mapping[str, An
     try:
         planner = Planner(step, Cluster.local(world_size), Constraints(**sizes))
         plan = planner.best(world_size)
-        prepared = planner.prepared(split_batch=plan.dp > 1)
+        prepared = planner.prepared(step, split_batch=plan.dp > 1)
         whole = calls_without_rule(prepared)
         reasons = unsplit_contractions(plan, prepared, "tp") if plan.tp > 1 else []
         lowering = Lowering(step, plan, rng="exact")
