@@ -11,6 +11,7 @@ from autopar.passes.base import Phase
 from autopar.report.rows import Kind, Row
 from autopar.report.text import family, folded
 
+_HEADING = 2  # a run of fewer rows is no longer than what would stand in its place
 _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 
 
@@ -22,7 +23,8 @@ class Run:
         block: path of the repeated block, or of the layer where there is none.
         phase: forward, backward, or None for inputs and outputs.
         rows: the rows.
-        like: path of the block whose earlier run did the same, so that this run need not be shown; or "".
+        like: path of the block whose earlier run did the same, so that this run need not be shown; or "". It may be one
+            of ``blocks``: a later micro-batch.
         blocks: blocks that are folded here, this run's own first.
     """
 
@@ -49,17 +51,19 @@ def runs(rows: Iterable[Row]) -> Iterator[Run]:
         yield Run(block=block, phase=phase, rows=tuple(group))
 
 
-def fold(rows: Iterable[Row]) -> list[Run]:
+def fold(rows: Iterable[Row], *, repeats: bool = False) -> list[Run]:
     """Runs of ``rows``; one that does what an earlier run of another copy of its block did is folded.
 
-    Neighbouring folded runs of copies of one block become one.
+    With ``repeats`` so is what one block does again, as in a step of several micro-batches, where it communicates
+    nothing and is longer than its heading. Neighbouring folded runs of copies of one block become one.
     """
     seen: dict[object, str] = {}
     out: list[Run] = []
     for run in runs(rows):
         key = _signature(run)
+        first = key not in seen
         like = seen.setdefault(key, run.block)
-        if like == run.block:
+        if first or (like == run.block and not (repeats and _is_long_and_local(run))):
             out.append(run)
             continue
         last = out[-1]
@@ -74,7 +78,12 @@ def fold(rows: Iterable[Row]) -> list[Run]:
 
 def fold_title(run: Run) -> str:
     """What a folded run stands for, such as ``blocks.{1-11}: as blocks.0``."""
-    return f"{folded(run.blocks)}: as {run.like}"
+    again = " of an earlier micro-batch" if run.like in run.blocks else ""
+    return f"{folded(run.blocks)}: as {run.like}{again}"
+
+
+def _is_long_and_local(run: Run) -> bool:
+    return len(run.rows) > _HEADING and not any(row.communication for row in run.rows)
 
 
 def _signature(run: Run) -> object:

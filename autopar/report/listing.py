@@ -18,7 +18,9 @@ def as_text(view: View, *, folds: bool) -> str:
     """``view`` as Python source; ``folds`` leaves out copies of a block that was printed."""
     lines = [f"# {line}" for line in summary(view)]
     for name, rows in {"step": view.rows, **view.parts}.items():
-        lines += ["", "", *_function(name, rows, folds=folds)]
+        repeats = name == "step" and bool(view.parts)
+        found = fold(rows, repeats=repeats) if folds else list(runs(rows))
+        lines += ["", "", *_function(name, rows, found)]
     return "\n".join(lines)
 
 
@@ -35,11 +37,11 @@ def summary(view: View) -> Iterator[str]:
         yield f"  {len(sizes)} x {op} over {group}: {quantity(sum(sizes), 'B')}"
 
 
-def _function(name: str, rows: Sequence[Row], *, folds: bool) -> Iterator[str]:
+def _function(name: str, rows: Sequence[Row], found: Sequence[Run]) -> Iterator[str]:
     arguments = ", ".join(row.name for row in rows if is_input(row))
     yield f"def {name}({arguments}):" if len(arguments) <= _ARGUMENTS_WIDTH else f"def {name}(*inputs):"
     place = source = ""
-    for run in fold(rows) if folds else runs(rows):
+    for run in found:
         if run.like:
             yield from ("", f"    # ---- {_phase(run)}{fold_title(run)}")
             place = source = ""

@@ -18,6 +18,7 @@ from autopar.report.changes import diff_programs
 from autopar.report.dump import FORMATS, dump
 from autopar.report.reader import view_program
 from autopar.report.rows import Kind
+from tests.passes.pipelines import Tied, lowered, tokens
 from tests.verify.sketch import Sketch, aten, c10d
 
 MESH = Mesh(axes=("dp", "tp"), sizes=(2, 2))
@@ -223,6 +224,17 @@ def test_a_block_that_differs_is_not_folded():
     text = dump(program, folds=True)
     assert text.count("= aten.relu(") == 2
     assert "forward blocks.2: as blocks.0" in text
+
+
+def test_what_a_block_does_for_every_microbatch_is_told_once_but_for_its_messages():
+    lowering, _ = lowered(Tied(depth=4), tokens(), 2, pp=2, microbatches=4)
+    text, whole = (dump(lowering.program(0), folds=folds) for folds in (True, False))
+    step = text.split("def stage")[0]
+    assert step.count("= aten.add.Tensor(") < whole.split("def stage")[0].count("= aten.add.Tensor(") / 2
+    assert ": as blocks.1 of an earlier micro-batch" in step
+    for call in ("irecv(", "isend(", "self.stage0_forward(", "self.stage0_backward("):
+        assert text.count(call) == whole.count(call) >= 4
+    ast.parse(text)
 
 
 def test_ties_are_named():
