@@ -109,12 +109,18 @@ def _grouped(module: fx.GraphModule) -> Iterator[tuple[fx.Node, int]]:
     """Every communication node with the position of its group among its arguments."""
     for graph_module in _graph_modules(module):
         for node in graph_module.graph.nodes:
-            schema = getattr(node.target, "_schema", None)
-            if schema is None or not schema.name.startswith("_c10d_functional::"):
-                continue
-            names = [argument.name for argument in schema.arguments]
-            if "group_name" in names:
-                yield node, names.index("group_name")
+            position = group_position(node)
+            if position is not None:
+                yield node, position
+
+
+def group_position(node: fx.Node) -> int | None:
+    """Where the group stands among the arguments of ``node``; None where it does not communicate."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.name.startswith("_c10d_functional::"):
+        return None
+    names = [argument.name for argument in schema.arguments]
+    return names.index("group_name") if "group_name" in names else None
 
 
 def _order_placeholders(graph: fx.Graph, order: list[int]) -> None:

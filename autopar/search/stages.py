@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
@@ -197,11 +197,12 @@ def best_cuts(
     price = {e: 0.02 * costs[e - 1].crossing_bytes / largest / num_stages if 0 < e < n else 0.0 for e in ends}
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
+        misplaced = [0, *accumulate(c.stage not in (None, stage) for c in costs)]
         new: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in ends:
             options = []
             for start, (most, extra, at) in best.items():
-                if start <= end and all(c.stage in (None, stage) for c in costs[start:end]):
+                if start <= end and misplaced[start] == misplaced[end]:
                     load = before[end] - before[start]
                     added = price[end] if start < end else 0.0
                     options.append((max(most, load), extra + added, (*at, end)))
