@@ -7,6 +7,7 @@ both the static check and the lockstep interpreter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +54,14 @@ _KEYWORDS: Mapping[str, str] = {
 
 def communication_name(node: fx.Node) -> str | None:
     """Name of the communication op that ``node`` calls, or None where it computes."""
-    target = node.target
-    if node.op != "call_function" or getattr(target, "namespace", None) != NAMESPACE:
+    return _name_of(node.target) if node.op == "call_function" else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _name_of(target: Any) -> str | None:  # noqa: ANN401 - whatever a node calls
+    if getattr(target, "namespace", None) != NAMESPACE:
         return None
-    return str(target.name()).split("::")[1].split(".")[0]  # type: ignore[union-attr]
+    return str(target.name()).split("::")[1].split(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

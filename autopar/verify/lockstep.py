@@ -67,15 +67,15 @@ def run_lockstep(
     board = Switchboard(mesh, _exchange)
     start = torch.get_rng_state()
     orders: dict[int, _Order] = {}
-    ranks = []
+    ranks = {}
     for program, values in zip(programs, inputs, strict=True):
         state = start if draws_random_numbers(program.graph_module) else None
-        ranks.append(_Rank(program, board, observer, orders, state).run(values))
+        ranks[program.rank] = _Rank(program, board, observer, orders, state).run(values)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.callback(torch.set_rng_state, start)
-        return run_together(ranks, board)
+        return list(run_together(ranks, board).values())
 
 
 def draws_random_numbers(module: fx.GraphModule) -> bool:

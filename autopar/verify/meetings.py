@@ -8,7 +8,7 @@ Issuing never blocks, waiting does: when nobody can go on, that is a deadlock an
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -81,11 +81,20 @@ Waits = Generator[Handle, None, T]
 
 
 class Switchboard:
-    """Matches the calls of all ranks of ``mesh`` and computes their results with ``compute``."""
+    """Matches the calls of all ranks of ``mesh`` and computes their results with ``compute``.
 
-    def __init__(self, mesh: Mesh, compute: Callable[[Sequence[Call], Sequence[Tensors]], list[Tensors]]) -> None:
+    Where ``present`` is given, only its ranks are waited for: they stand for the others.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        compute: Callable[[Sequence[Call], Sequence[Tensors]], list[Tensors]],
+        present: frozenset[int] | None = None,
+    ) -> None:
         self._mesh = mesh
         self._compute = compute
+        self._absent = frozenset() if present is None else frozenset(range(mesh.size)) - present
         self._issued: Counter[tuple[int, Key]] = Counter()
         self._open: dict[tuple[int, Key], Meeting] = {}
         self._members: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -102,6 +111,8 @@ class Switchboard:
         """Issue ``call``: match it, check it, complete the meeting if it was the last; one handle a tensor."""
         check_alone(call)
         key, participants = _meeting_key(call)
+        if self._absent:
+            participants = tuple(rank for rank in participants if rank not in self._absent)
         position = self._issued[call.rank, key]
         self._issued[call.rank, key] += 1
         meeting = self._open.setdefault((position, key), Meeting(position, participants))
@@ -145,15 +156,15 @@ def _label(call: Call, position: int) -> str:
     return f"collective {position} of group {call.message.group!r} (ranks {', '.join(map(str, call.members))})"
 
 
-def run_together(ranks: Sequence[Waits[T]], board: Switchboard) -> list[T]:
-    """Advance all ranks until each has returned; what they returned, in order.
+def run_together(ranks: Mapping[int, Waits[T]], board: Switchboard) -> dict[int, T]:
+    """Advance all ranks until each has returned; what they returned, by rank.
 
     Raises:
         VerificationError: the ranks wait for each other for ever, or a communication was issued that others never join.
     """
     results: dict[int, T] = {}
     waiting: dict[int, Handle] = {}
-    ready = deque(range(len(ranks)))
+    ready = deque(ranks)
     while ready:
         rank = ready.popleft()
         waiting.pop(rank, None)
@@ -170,7 +181,7 @@ def run_together(ranks: Sequence[Waits[T]], board: Switchboard) -> list[T]:
         raise VerificationError(_deadlock(waiting, finished=set(results)))
     if board.unmet:
         raise VerificationError(_unmet(board.unmet))
-    return [results[r] for r in range(len(ranks))]
+    return {rank: results[rank] for rank in ranks}
 
 
 def _deadlock(waiting: dict[int, Handle], finished: set[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +13,11 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.cost_models.errors import VerificationError
-from autopar.passes.base import Program
+from autopar.passes.base import Mesh, Program
 from autopar.verify.communication import (
     WAIT,
     Call,
     Message,
-    check_alone,
     communication_name,
     read_arguments,
     read_messages,
@@ -53,7 +53,7 @@ def check_programs(programs: Sequence[Program]) -> None:
 
     In every group the k-th collectives of all members must agree in op, shapes, dtypes, reduce op and layer, every send
     must meet its receive, and no order of waits may make the ranks wait for each other, even where a send blocks until
-    it is received.  Programs that communicate alike are folded into one.
+    it is received.  Of ranks that communicate alike along an axis of the mesh, one is looked at.
 
     Args:
         programs: the programs of ranks 0, 1, ... of one mesh.
@@ -68,24 +68,43 @@ def check_programs(programs: Sequence[Program]) -> None:
         if id(program.graph_module) not in cache:
             cache[id(program.graph_module)] = _communications(program.graph_module, program.rank)
         events.append(cache[id(program.graph_module)])
-    board = Switchboard(mesh, _no_results)
-    if _all_alike(events):
-        for event in events[0]:
-            if event.message is not None:
-                check_alone(board.call(event.message, 0, event.node))
-        return
+    chosen = _representatives(mesh, events)
+    board = Switchboard(mesh, _no_results, present=frozenset(chosen))
     order = HappensBefore()
-    run_together([_walk(rank, own, board, order) for rank, own in enumerate(events)], board)
+    run_together({rank: _walk(rank, events[rank], board, order) for rank in chosen}, board)
     order.check()
 
 
-def _all_alike(events: Sequence[list[_Event]]) -> bool:
-    """Whether every rank does the same, and no message names a rank: then everything meets."""
-    if not all(e.message is None or e.message.symmetric for e in events[0]):
-        return False
-    first = [e.signature for e in events[0]]
-    others = {id(own): own for own in events}.values()
-    return all([e.signature for e in own] == first for own in others)
+def _representatives(mesh: Mesh, events: Sequence[list[_Event]]) -> list[int]:
+    """Ranks that stand for all.
+
+    An axis of the mesh is folded where ranks along it communicate alike, and where messages in groups along it name no
+    ranks: then such ranks do the same at the same time, each meeting is joined by all of them or by none, and what
+    waits for what is the same for each.
+    """
+    chosen = list(range(mesh.size))
+    for i, axis in enumerate(mesh.axes):
+        firsts = [rank for rank in chosen if mesh.coords(rank)[i] == 0]
+        stride = math.prod(mesh.sizes[i + 1 :])
+        if _name_no_rank(axis, [events[rank] for rank in firsts]) and all(
+            _alike(events[first], events[first + step * stride]) for first in firsts for step in range(1, mesh.sizes[i])
+        ):
+            chosen = firsts
+    return chosen
+
+
+def _name_no_rank(axis: str, events: Sequence[list[_Event]]) -> bool:
+    """Whether no message in a group along ``axis`` names a rank."""
+    different = {id(own): own for own in events}.values()
+    messages = (event.message for own in different for event in own if event.message is not None)
+    return all(message.symmetric for message in messages if axis in message.group.split("+"))
+
+
+def _alike(one: list[_Event], other: list[_Event]) -> bool:
+    """Whether two ranks communicate and wait in the same way."""
+    if one is other:
+        return True
+    return len(one) == len(other) and all(a.signature == b.signature for a, b in zip(one, other, strict=True))
 
 
 def _walk(rank: int, events: list[_Event], board: Switchboard, order: HappensBefore) -> Waits[None]:
@@ -121,31 +140,46 @@ class _Reader:
         self.events: list[_Event] = []
         self._rank = rank
         self._issued = 0
+        self._silent: dict[int, bool] = {}
 
     def read(self, module: fx.GraphModule, inputs: Sequence[Any], *, outermost: bool) -> object:
         """Result of the graph: a _Pending for every value of a communication that was not waited for, else None."""
         pending: dict[fx.Node, Any] = {}
         feed = iter(inputs)
         for node in module.graph.nodes:
-            if node.op == "placeholder":
-                pending[node] = next(feed)
-                continue
             name = communication_name(node)
             if name == WAIT:
                 self._wait(node, pending.get(node.args[0]))
-            elif name is not None:
-                self._refuse_unfinished(node, pending)
-                pending[node] = self._issue(node)
-            elif node.op == "call_module" and isinstance(called := module.get_submodule(node.target), fx.GraphModule):
-                pending[node] = self.read(called, map_arg(node.args, pending.get), outermost=False)
+                continue
+            if name is not None:
+                value: Any = self._issue(node)
+            elif node.op == "placeholder":
+                value = next(feed)
+            elif node.op == "call_module":
+                value = self._call(module, node, pending)
             elif node.target is operator.getitem:
                 holder = pending.get(node.args[0])
-                pending[node] = holder[node.args[1]] if isinstance(holder, list | tuple) else None
+                value = holder[node.args[1]] if isinstance(holder, list | tuple) else None
             elif node.op == "output" and not outermost:
                 return map_arg(node.args[0], pending.get)
             else:
-                self._refuse_unfinished(node, pending)
+                continue
+            if value is not None:
+                pending[node] = value
+                self._refuse_unfinished(module, node, value, outermost=outermost)
         return None
+
+    def _call(self, module: fx.GraphModule, node: fx.Node, pending: dict[fx.Node, Any]) -> object:
+        """Result of a called graph; one in which nothing is communicated is not read for every call."""
+        called = module.get_submodule(str(node.target))
+        if not isinstance(called, fx.GraphModule):
+            return None
+        given = map_arg(node.args, pending.get)
+        if id(called) not in self._silent:
+            self._silent[id(called)] = _is_silent(called)
+        if self._silent[id(called)] and all(value is None for value in given):
+            return None
+        return self.read(called, given, outermost=False)
 
     def _wait(self, node: fx.Node, value: object) -> None:
         if isinstance(value, _Pending):
@@ -166,10 +200,22 @@ class _Reader:
             raise VerificationError(f"rank {self._rank}: meta['val'] holds no tensor, got {value!r} {where(node)}")
         return value
 
-    def _refuse_unfinished(self, node: fx.Node, pending: dict[fx.Node, Any]) -> None:
-        for used in node.all_input_nodes:
-            if isinstance(pending.get(used), _Pending):
+    def _refuse_unfinished(self, module: fx.GraphModule, source: fx.Node, value: object, *, outermost: bool) -> None:
+        """Refuse that the result of a communication is used before it was waited for."""
+        if not isinstance(value, _Pending):
+            return
+        for node in source.users:
+            passes_on = node.op == "output" and not outermost
+            if node.op == "call_module":
+                passes_on = isinstance(module.get_submodule(str(node.target)), fx.GraphModule)
+            if not passes_on and node.target is not operator.getitem and communication_name(node) != WAIT:
                 raise VerificationError(
                     f"rank {self._rank}: {node.target} uses the result of a communication that was never waited for "
-                    f"{where(node)}; put wait_tensor after {where(used)}"
+                    f"{where(node)}; put wait_tensor after {where(source)}"
                 )
+
+
+def _is_silent(module: fx.GraphModule) -> bool:
+    """Whether nothing is communicated in ``module`` and the graphs it calls."""
+    graphs = (m.graph for m in module.modules() if isinstance(m, fx.GraphModule))
+    return all(communication_name(node) is None for graph in graphs for node in graph.nodes)

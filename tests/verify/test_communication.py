@@ -162,13 +162,10 @@ def test_what_all_ranks_do_alike_is_right(steps):
     run(programs)
 
 
-@given(sequences(), st.data())
-@settings(deadline=None, max_examples=60)
-def test_static_check_and_lockstep_agree_on_random_faults(steps, data):
-    rank, position = data.draw(st.integers(0, 3)), data.draw(st.integers(0, len(steps) - 1))
-    kind = data.draw(st.sampled_from(["drop", "swap", "double", "group", "shape", "dtype", "op"]))
-    other = data.draw(st.integers(0, len(steps) - 1))
-    spoilt = {
+def spoil(steps, data):
+    """``steps`` with a random change, which may be none that others can see."""
+    position, other = (data.draw(st.integers(0, len(steps) - 1)) for _ in range(2))
+    return {
         "drop": steps[:position] + steps[position + 1 :],
         "double": steps[: position + 1] + steps[position:],
         "swap": swapped(steps, position, other),
@@ -176,17 +173,37 @@ def test_static_check_and_lockstep_agree_on_random_faults(steps, data):
         "shape": change(steps, position, columns=4),
         "dtype": change(steps, position, dtype=torch.float64),
         "op": change(steps, position, op=data.draw(st.sampled_from(OPS))),
-    }[kind]
+    }[data.draw(st.sampled_from(["drop", "swap", "double", "group", "shape", "dtype", "op"]))]
 
-    def seen(of, group):  # what other ranks can see
-        return [dataclasses.replace(s, late=False) for s in of if s.group == group]
 
+def seen(steps, group):
+    """What other ranks can see."""
+    return [dataclasses.replace(s, late=False) for s in steps if s.group == group]
+
+
+@given(sequences(), st.data())
+@settings(deadline=None, max_examples=60)
+def test_static_check_and_lockstep_agree_on_random_faults(steps, data):
+    rank, spoilt = data.draw(st.integers(0, 3)), spoil(steps, data)
     differs = any(seen(spoilt, g) != seen(steps, g) for g in ("dp", "tp", "dp+tp"))
     programs = programs_of([spoilt if r == rank else steps for r in range(4)])
     static, lockstep = verdict(check_programs, programs), verdict(run, programs)
     assert static == lockstep
     assume(differs)
     assert static, "a fault that others can see was not found"
+
+
+@given(sequences(), st.data())
+@settings(deadline=None, max_examples=60)
+def test_ranks_that_stand_for_others_find_what_all_find(steps, data):
+    """Ranks along one axis are alike, so that the static check looks at one of them; the lockstep run has them all."""
+    axis, spoilt = data.draw(st.integers(0, 1)), spoil(steps, data)
+    shared = MESH.axes[axis]
+    differs = any(seen(spoilt, g) != seen(steps, g) for g in (shared, "dp+tp"))
+    programs = programs_of([spoilt if MESH.coords(r)[axis] else steps for r in range(4)])
+    static, lockstep = verdict(check_programs, programs), verdict(run, programs)
+    assert bool(static) == bool(lockstep)
+    assert bool(static) or not differs, "a fault that others can see was not found"
 
 
 def transfer_programs(first, second):
