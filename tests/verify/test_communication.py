@@ -252,6 +252,19 @@ def test_transfers_that_do_not_fit_are_found(second, expected):
             check(programs)
 
 
+def test_messages_that_pass_each_other_are_refused_by_the_static_check_alone():
+    """Both ranks send before they receive, and wait for neither in between.
+
+    Where the messages of a pair of ranks run one after another (NCCL), both sends wait for receives that stand behind
+    them.  In the lockstep run they do not, so that it ends.
+    """
+    first, second = [("isend", 1, 0, True), ("irecv", 2, 1, True)], [("isend", 2, 1, True), ("irecv", 1, 0, True)]
+    programs = transfer_programs(first, second)
+    assert [r[1].unique().item() for r in run(programs)] == [2.0, 1.0]
+    with pytest.raises(VerificationError, match="deadlock: where a send blocks until it is received"):
+        check_programs(programs)
+
+
 def test_batched_transfers():
     mesh = Mesh(axes=("pp",), sizes=(2,))
     programs = []
