@@ -118,8 +118,8 @@ def refused(check, *args: object) -> bool:
 def test_faults_are_found(world_size, wishes):
     """By the static check, all of them; some are run as well, and every one of those stops with an error, too.
 
-    What only the static check finds are messages of two ranks that pass each other (``test_communication.py``).  None of
-    these faults makes such alone: they change what is communicated, so that something does not fit as well.
+    What only the static check finds are messages of two ranks that pass each other (``test_communication.py``).  None
+    of these faults makes such alone: they change what is communicated, so that something does not fit as well.
     """
     model, args = Tied(), tokens()
     lowering, plan = lowered(model, args, world_size, **wishes)
