@@ -1,4 +1,4 @@
-"""The public functions, each an explicit sequence of stations: capture, plan, lower, run."""
+"""The public functions, each an explicit sequence of stations: capture, plan, lower, prove, run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from autopar.runtime.runner import Compiled
 from autopar.runtime.state import device_of
 from autopar.runtime.world import World, connect
 from autopar.search.planner import Planner
+from autopar.verify.static import check_outlines, outline
 
 BATCHES = ("global", "local")
 RNGS = ("fast", "exact")
@@ -226,6 +227,8 @@ class Pipeline:
         """
         agreed = taking(self._agreed_plan(step, plan), inputs)
         program = self.world.together("lowering the plan", lambda: self._lower(step, agreed))
+        made = self.world.together("reading the program's communication", lambda: outline(program))
+        check_outlines(program.mesh, self.world.exchange(made))
         return Compiled(step=step, plan=agreed, program=program)
 
     def _agreed_plan(self, step: StepGraph, earlier: Plan | None) -> Plan:

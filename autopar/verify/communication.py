@@ -105,6 +105,24 @@ class Message:
         return f"{self.op}({', '.join(f'{str(dtype)[6:]}{list(shape)}' for shape, dtype in pairs)})"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """Where in a program something happens: what is told of a node, without its graph, so that it can be sent.
+
+    Attributes:
+        name: of the node.
+        meta: its layer and source.
+    """
+
+    name: str
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Site:
+        """The site of ``node``."""
+        return cls(node.name, {key: str(node.meta.get(key, "")) for key in ("layer", "source")})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """A message of one rank.
@@ -119,13 +137,13 @@ class Call:
     message: Message
     rank: int
     members: tuple[int, ...]
-    node: fx.Node
+    node: fx.Node | Site
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.message} {where(self.node)}"
 
 
-def where(node: fx.Node) -> str:
+def where(node: fx.Node | Site) -> str:
     """Name, layer and source line of ``node``, for messages."""
     parts = [f"node {node.name}"]
     if node.meta.get("layer"):
@@ -183,7 +201,7 @@ def read_messages(node: fx.Node, arguments: Mapping[str, Any]) -> list[Message]:
     ]
 
 
-def group_members(mesh: Mesh, group: str, rank: int, node: fx.Node) -> tuple[int, ...]:
+def group_members(mesh: Mesh, group: str, rank: int, node: fx.Node | Site) -> tuple[int, ...]:
     """Ranks of ``group`` as seen from ``rank``; an unknown axis is an error."""
     unknown = [axis for axis in group.split("+") if axis not in mesh.axes]
     if unknown:

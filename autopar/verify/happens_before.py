@@ -13,7 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 from torch import fx
 
 from autopar.cost_models.errors import VerificationError
-from autopar.verify.communication import POINT_TO_POINT, Call
+from autopar.verify.communication import POINT_TO_POINT, Call, Site
 from autopar.verify.meetings import Meeting
 
 Point = tuple[int, int]  # rank, number of its wait
@@ -29,7 +29,7 @@ class HappensBefore:
     def __init__(self) -> None:
         self._before: dict[Hashable, list[Hashable]] = {}
         self._point: dict[int, Point] = {}
-        self._last: dict[Hashable, tuple[fx.Node | None, list[Meeting], list[Meeting]]] = {}
+        self._last: dict[Hashable, tuple[fx.Node | Site | None, list[Meeting], list[Meeting]]] = {}
 
     def issued(self, call: Call, meeting: Meeting) -> None:
         """``call`` was issued and belongs to ``meeting``."""

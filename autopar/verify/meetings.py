@@ -16,7 +16,7 @@ import torch
 
 from autopar.cost_models.errors import VerificationError
 from autopar.passes.base import Mesh, Program
-from autopar.verify.communication import POINT_TO_POINT, Call, Message, check_alone, check_pair, group_members
+from autopar.verify.communication import POINT_TO_POINT, Call, Message, Site, check_alone, check_pair, group_members
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
@@ -100,7 +100,7 @@ class Switchboard:
         self._members: dict[tuple[str, int], tuple[int, ...]] = {}
         self.woken: deque[int] = deque()
 
-    def call(self, message: Message, rank: int, node: torch.fx.Node) -> Call:
+    def call(self, message: Message, rank: int, node: torch.fx.Node | Site) -> Call:
         """``message`` as a call of ``rank``."""
         key = (message.group, rank)
         if key not in self._members:

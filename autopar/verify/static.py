@@ -18,6 +18,7 @@ from autopar.verify.communication import (
     WAIT,
     Call,
     Message,
+    Site,
     communication_name,
     read_arguments,
     read_messages,
@@ -28,16 +29,20 @@ from autopar.verify.meetings import Handle, Switchboard, Tensors, Waits, check_r
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class Event:
     """A communication is issued (``message``) or waited for (``awaits``: number of the issue, index of its tensor)."""
 
-    node: fx.Node
+    site: Site
     message: Message | None = None
     awaits: tuple[int, int] = (-1, -1)
 
     @property
     def signature(self) -> object:
+        """What ranks that communicate alike have in common."""
         return self.message or self.awaits
+
+
+Outline = list[Event]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +67,37 @@ def check_programs(programs: Sequence[Program]) -> None:
         VerificationError: the first difference: ranks, ops, nodes, layers, source lines; or the deadlock.
     """
     mesh = check_ranks(programs)
-    cache: dict[int, list[_Event]] = {}
-    events = []
+    cache: dict[int, Outline] = {}
+    outlines = []
     for program in programs:
         if id(program.graph_module) not in cache:
-            cache[id(program.graph_module)] = _communications(program.graph_module, program.rank)
-        events.append(cache[id(program.graph_module)])
-    chosen = _representatives(mesh, events)
+            cache[id(program.graph_module)] = outline(program)
+        outlines.append(cache[id(program.graph_module)])
+    check_outlines(mesh, outlines)
+
+
+def outline(program: Program) -> Outline:
+    """What a program issues and waits for, in order, as ranks can tell each other.
+
+    Raises:
+        VerificationError: the result of a communication is used before it is waited for.
+    """
+    reader = _Reader(program.rank)
+    module = program.graph_module
+    reader.read(module, [None] * len(module.graph.find_nodes(op="placeholder")), outermost=True)
+    return reader.events
+
+
+def check_outlines(mesh: Mesh, outlines: Sequence[Outline]) -> None:
+    """As :func:`check_programs`, from the outlines of the programs of ranks 0, 1, ... of ``mesh``."""
+    chosen = _representatives(mesh, outlines)
     board = Switchboard(mesh, _no_results, present=frozenset(chosen))
     order = HappensBefore()
-    run_together({rank: _walk(rank, events[rank], board, order) for rank in chosen}, board)
+    run_together({rank: _walk(rank, outlines[rank], board, order) for rank in chosen}, board)
     order.check()
 
 
-def _representatives(mesh: Mesh, events: Sequence[list[_Event]]) -> list[int]:
+def _representatives(mesh: Mesh, events: Sequence[Outline]) -> list[int]:
     """Ranks that stand for all.
 
     An axis of the mesh is folded where ranks along it communicate alike, and where messages in groups along it name no
@@ -93,25 +115,25 @@ def _representatives(mesh: Mesh, events: Sequence[list[_Event]]) -> list[int]:
     return chosen
 
 
-def _name_no_rank(axis: str, events: Sequence[list[_Event]]) -> bool:
+def _name_no_rank(axis: str, events: Sequence[Outline]) -> bool:
     """Whether no message in a group along ``axis`` names a rank."""
     different = {id(own): own for own in events}.values()
     messages = (event.message for own in different for event in own if event.message is not None)
     return all(message.symmetric for message in messages if axis in message.group.split("+"))
 
 
-def _alike(one: list[_Event], other: list[_Event]) -> bool:
+def _alike(one: Outline, other: Outline) -> bool:
     """Whether two ranks communicate and wait in the same way."""
     if one is other:
         return True
     return len(one) == len(other) and all(a.signature == b.signature for a, b in zip(one, other, strict=True))
 
 
-def _walk(rank: int, events: list[_Event], board: Switchboard, order: HappensBefore) -> Waits[None]:
+def _walk(rank: int, events: Outline, board: Switchboard, order: HappensBefore) -> Waits[None]:
     issued: list[list[Handle]] = []
     for event in events:
         if event.message is not None:
-            call = board.call(event.message, rank, event.node)
+            call = board.call(event.message, rank, event.site)
             issued.append(board.post(call, []))
             order.issued(call, issued[-1][0].meeting)
             continue
@@ -126,18 +148,11 @@ def _no_results(calls: Sequence[Call], tensors: Sequence[Tensors]) -> list[Tenso
     return [[] for _ in calls]
 
 
-def _communications(module: fx.GraphModule, rank: int) -> list[_Event]:
-    reader = _Reader(rank)
-    inputs = [None] * sum(n.op == "placeholder" for n in module.graph.nodes)
-    reader.read(module, inputs, outermost=True)
-    return reader.events
-
-
 class _Reader:
     """Walks a program and the graphs it calls, and collects what it issues and waits for."""
 
     def __init__(self, rank: int) -> None:
-        self.events: list[_Event] = []
+        self.events: Outline = []
         self._rank = rank
         self._issued = 0
         self._silent: dict[int, bool] = {}
@@ -183,13 +198,13 @@ class _Reader:
 
     def _wait(self, node: fx.Node, value: object) -> None:
         if isinstance(value, _Pending):
-            self.events.append(_Event(node, awaits=(value.issue, value.index)))
+            self.events.append(Event(Site.of(node), awaits=(value.issue, value.index)))
 
     def _issue(self, node: fx.Node) -> _Pending | list[_Pending]:
         arguments = read_arguments(node, *map_arg((node.args, node.kwargs), self._example))
-        results = []
+        results, site = [], Site.of(node)
         for message in read_messages(node, arguments):
-            self.events.append(_Event(node, message=message))
+            self.events.append(Event(site, message=message))
             results += [_Pending(self._issued, i) for i in range(len(message.shapes))]
             self._issued += 1
         return results if isinstance(arguments["tensors"], list | tuple) else results[0]
