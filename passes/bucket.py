@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 from torch import fx
 
 from autopar.cost_models.errors import PartitionError
-from autopar.passes.base import OutputKind, Program
+from autopar.passes.base import OutputKind, Program, ProgramTensor
 from autopar.passes.lowering import Emitter
+from autopar.passes.placement import local_shape
 from autopar.passes.torch_ops import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -41,19 +42,26 @@ class Bucket:
         """``program`` with its messages in buckets (in place)."""
         graph = program.graph_module.graph
         leaving = {
-            node
-            for spec, node in zip(program.outputs, graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
-            if spec.kind is OutputKind.GRADIENT and isinstance(node, fx.Node)
+            node: tensor
+            for spec, tensor, node in zip(
+                program.outputs,
+                program.output_tensors,
+                graph.output_node().args[0],  # type: ignore[arg-type]
+                strict=True,
+            )
+            if spec.kind is OutputKind.GRADIENT and isinstance(node, fx.Node) and tensor is not None
         }
+        sizes: dict[fx.Node, int] = {}
         reductions: dict[Any, list[fx.Node]] = {}
         gathers: dict[Any, list[fx.Node]] = {}
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            if node.target in (ALL_REDUCE, REDUCE_SCATTER) and (later := reductions_after(node, leaving)) is not None:
+            if node.target in (ALL_REDUCE, REDUCE_SCATTER) and (chain := reductions_from(node, set(leaving))):
                 dtype = node.args[0].meta["val"].dtype
-                key = (-later, node.target, node.args[1:], dtype, node.meta.get("stage"))
+                key = (-len(chain.collectives), node.target, node.args[1:], dtype, node.meta.get("stage"))
                 reductions.setdefault(key, []).append(node)
+                sizes[node] = first_rank_elements(chain, leaving[chain.end], program.mesh.sizes) * dtype.itemsize
             elif node.target is ALL_GATHER and input_chain(node) is not None:
                 dtype = node.meta["val"].dtype
                 block = block_of(node)
@@ -62,7 +70,7 @@ class Bucket:
         # A gradient may be reduced over one axis after another: first reductions are joined first.
         for key in sorted(reductions, key=lambda k: k[0]):
             position = {node: i for i, node in enumerate(graph.nodes)}
-            for bucket in self.cut(sorted(reductions[key], key=position.__getitem__)):
+            for bucket in self.cut(sorted(reductions[key], key=position.__getitem__), sizes):
                 if len(bucket) > 1:
                     join_reductions(graph, bucket)
         if self.max_bytes:
@@ -73,29 +81,40 @@ class Bucket:
         program.graph_module.recompile()
         return program
 
-    def cut(self, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    def cut(self, nodes: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
         """Runs of neighbours of at most ``max_bytes`` together (a single larger one stands alone)."""
         buckets: list[list[fx.Node]] = []
         filled = 0
         for node in nodes:
-            size = num_bytes(node.args[0])
-            if not buckets or filled + size > self.max_bytes:
+            if not buckets or filled + sizes[node] > self.max_bytes:
                 buckets.append([])
                 filled = 0
             buckets[-1].append(node)
-            filled += size
+            filled += sizes[node]
         return buckets
 
 
-def num_bytes(node: Any) -> int:
-    """Bytes of a node's tensor."""
-    value = node.meta["val"]
-    return int(math.prod(value.shape) * value.dtype.itemsize)
+@dataclass(frozen=True)
+class Chain:
+    """The reductions that one gradient goes through, the first of them in question, and the node that leaves."""
+
+    collectives: tuple[fx.Node, ...]
+    end: fx.Node
 
 
-def reductions_after(node: fx.Node, leaving: set[fx.Node]) -> int | None:
-    """How many collectives follow a reduction whose result only leaves the step as a gradient; None: it does more."""
-    later = 0
+def first_rank_elements(chain: Chain, gradient: ProgramTensor, sizes: tuple[int, ...]) -> int:
+    """Number of elements that enter a chain on the first rank.
+
+    Not this rank's: where parts are uneven, ranks would fill their buckets differently and reduce in different orders.
+    """
+    held = math.prod(local_shape(gradient.shape, gradient.layout, sizes, tuple(0 for _ in sizes)))
+    scattered = (c.args[2] for c in chain.collectives if c.target is REDUCE_SCATTER)
+    return held * math.prod(n for n in scattered if isinstance(n, int))
+
+
+def reductions_from(node: fx.Node, leaving: set[fx.Node]) -> Chain | None:
+    """The reductions from ``node`` on if its result only leaves the step as a gradient; None: it does more."""
+    collectives = [node]
     while True:
         if len(node.users) != 1:
             return None
@@ -103,8 +122,10 @@ def reductions_after(node: fx.Node, leaving: set[fx.Node]) -> int | None:
         if node.op == "output" or len(node.all_input_nodes) != 1:
             return None
         if node in leaving:
-            return later if all(user.op == "output" for user in node.users) else None
-        later += is_collective(node)
+            alone = all(user.op == "output" for user in node.users)
+            return Chain(collectives=tuple(collectives), end=node) if alone else None
+        if is_collective(node):
+            collectives.append(node)
 
 
 def block_of(node: fx.Node) -> str:

@@ -1,5 +1,7 @@
 """Buckets: gradients travel together, and are what they were."""
 
+from random import Random
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from autopar.passes.placement import Shard
 from autopar.passes.torch_ops import is_collective, is_wait
 from autopar.search.first_choice import AxisWish, choose
 from autopar.verify import check_programs
+from tests.passes.placements import random_assignment
 from tests.passes.prepared import collectives, mesh_of, ready
 
 
@@ -61,15 +64,19 @@ def test_gradients_of_one_bucket_are_reduced_together():
 
 
 def test_a_bucket_is_as_large_as_it_may_be():
-    sizes = [40, 40, 40, 500, 40]
-    nodes = []
-    for size in sizes:
-        graph = torch.fx.Graph()
-        source = graph.placeholder("x")
-        source.meta["val"] = torch.empty(size // 4)
-        nodes.append(graph.call_function(torch.neg, (source,)))
-    cut = Bucket(max_bytes=100).cut(nodes)
-    assert [[n.args[0].meta["val"].numel() * 4 for n in bucket] for bucket in cut] == [[40, 40], [40], [500], [40]]
+    graph = torch.fx.Graph()
+    sizes = {graph.placeholder(f"x{i}"): size for i, size in enumerate([40, 40, 40, 500, 40])}
+    cut = Bucket(max_bytes=100).cut(list(sizes), sizes)
+    assert [[sizes[n] for n in bucket] for bucket in cut] == [[40, 40], [40], [500], [40]]
+
+
+def test_ranks_with_uneven_parts_fill_their_buckets_alike():
+    model = nn.Sequential(nn.Linear(6, 11), nn.ReLU(), nn.Linear(11, 7), nn.ReLU(), nn.Linear(7, 5))
+    prepared = ready(model, torch.randn(8, 6))
+    for seed in range(40):
+        assignment = random_assignment(Random(seed), prepared.normal, prepared.space, (2, 2))
+        programs = [partition(prepared.normal, prepared.rows, assignment, rank) for rank in range(4)]
+        check_programs([Bucket(max_bytes=200)(p) for p in programs])
 
 
 def test_what_is_used_inside_the_step_is_left_alone():
