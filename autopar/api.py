@@ -25,7 +25,7 @@ from autopar.runtime.runner import Compiled
 from autopar.runtime.state import device_of
 from autopar.runtime.world import World, connect
 from autopar.search.planner import Planner
-from autopar.verify.static import check_outlines, outline
+from autopar.verify.static import check_outlines, digest, outline
 
 BATCHES = ("global", "local")
 RNGS = ("fast", "exact")
@@ -228,7 +228,7 @@ class Pipeline:
         agreed = taking(self._agreed_plan(step, plan), inputs)
         program = self.world.together("lowering the plan", lambda: self._lower(step, agreed))
         made = self.world.together("reading the program's communication", lambda: outline(program))
-        check_outlines(program.mesh, self.world.exchange(made))
+        check_outlines(program.mesh, self.world.share(made, digest(made)))
         return Compiled(step=step, plan=agreed, program=program)
 
     def _agreed_plan(self, step: StepGraph, earlier: Plan | None) -> Plan:

@@ -80,11 +80,22 @@ class World:
 
     def from_first(self, value: T) -> T:
         """Rank 0's ``value`` on every rank."""
+        return self.from_rank(value, 0)
+
+    def from_rank(self, value: T, rank: int) -> T:
+        """The ``value`` of one rank on every rank."""
         if self.control is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        dist.broadcast_object_list(box, src=rank, group=self.control)
         return box[0]
+
+    def share(self, value: T, key: str) -> list[T]:
+        """The ``value`` of every rank, by rank, where values of equal ``key`` are alike and are told once."""
+        keys = self.exchange(key)
+        firsts = {k: rank for rank, k in reversed(list(enumerate(keys)))}
+        found = {k: self.from_rank(value, rank) for k, rank in sorted(firsts.items(), key=lambda item: item[1])}
+        return [found[k] for k in keys]
 
 
 def _remote_error(rank: int, doing: str, kind: str, message: str) -> AutoparError:

@@ -107,20 +107,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """Where in a program something happens: what is told of a node, without its graph, so that it can be sent.
-
-    Attributes:
-        name: of the node.
-        meta: its layer and source.
-    """
+    """Where in a program something happens: what is told of a node, without its graph, so that it can be sent."""
 
     name: str
-    meta: Mapping[str, Any]
+    layer: str
+    source: str
 
     @classmethod
     def of(cls, node: fx.Node) -> Site:
         """The site of ``node``."""
-        return cls(node.name, {key: str(node.meta.get(key, "")) for key in ("layer", "source")})
+        return cls(node.name, str(node.meta.get("layer", "")), str(node.meta.get("source", "")))
+
+    def __str__(self) -> str:
+        layer = f"layer {self.layer}" if self.layer else ""
+        return f"[{', '.join(part for part in (f'node {self.name}', layer, self.source) if part)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +145,7 @@ class Call:
 
 def where(node: fx.Node | Site) -> str:
     """Name, layer and source line of ``node``, for messages."""
-    parts = [f"node {node.name}"]
-    if node.meta.get("layer"):
-        parts.append(f"layer {node.meta['layer']}")
-    if node.meta.get("source"):
-        parts.append(str(node.meta["source"]))
-    return f"[{', '.join(parts)}]"
+    return str(Site.of(node) if isinstance(node, fx.Node) else node)
 
 
 def read_arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
