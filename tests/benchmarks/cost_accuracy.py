@@ -278,11 +278,21 @@ def main(arguments: Sequence[str]) -> int:
     table = Table()
     times: list[dict[str, str]] = []
     for path in options.files:
-        rows = read(path)
+        try:
+            rows = read(path)
+        except OSError as error:
+            parser.error(f"{path}: {error.strerror}")
+        if not rows:
+            parser.error(f"{path} has no rows")
         if "mem_max_allocated_bytes" in rows[0]:
             report_small_memory(rows, table)
         elif "busbw_GBps" in rows[0]:
             report_collectives(rows, table)
+        elif missing := {"id", "source", "model", "gpu", "iter_time_s"} - rows[0].keys():
+            parser.error(
+                f"{path} holds neither runs (no column {', '.join(sorted(missing))}) nor memory (mem_max_allocated_bytes) "
+                f"nor collectives (busbw_GBps)"
+            )
         else:
             times += rows
     if times:
