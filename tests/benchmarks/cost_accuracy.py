@@ -290,8 +290,8 @@ def main(arguments: Sequence[str]) -> int:
             report_collectives(rows, table)
         elif missing := {"id", "source", "model", "gpu", "iter_time_s"} - rows[0].keys():
             parser.error(
-                f"{path} holds neither runs (no column {', '.join(sorted(missing))}) nor memory (mem_max_allocated_bytes) "
-                f"nor collectives (busbw_GBps)"
+                f"{path} holds neither runs (no column {', '.join(sorted(missing))}) nor memory "
+                f"(mem_max_allocated_bytes) nor collectives (busbw_GBps)"
             )
         else:
             times += rows
