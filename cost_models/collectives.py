@@ -207,12 +207,16 @@ class CollectiveModel:
         return start_s * fewer + np.maximum(read_curve(curve, size) - start_s, 0.0) * less
 
     def routes(self, collective: Collective, span: Span, *, alone: bool = False) -> tuple[Route, ...]:
-        """The candidate routes: each algorithm hierarchically (a stage a level), and flat rings over all levels."""
+        """The candidate routes: each algorithm hierarchically (a stage a level), and flat rings over all levels.
+
+        What all_to_all sends out of a unit has that many different receivers: no ring carries it once for all.
+        """
         if collective is Collective.SEND:
             level = self.cluster.levels[span.outermost]
             return (self._send(level, alone=alone),)
         crossed = [i for i, extent in enumerate(span.extents) if extent > 1]
-        found = [self._flat(collective, span, crossed, alone=alone)] if len(crossed) > 1 else []
+        rings = len(crossed) > 1 and collective is not Collective.ALL_TO_ALL
+        found = [self._flat(collective, span, crossed, alone=alone)] if rings else []
         choices = range(len(algorithms(collective)))
         found.extend(self._hierarchical(collective, span, crossed, choice, alone=alone) for choice in choices)
         return tuple(found)

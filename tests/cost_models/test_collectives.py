@@ -48,6 +48,25 @@ def test_unknown_algorithm_is_refused() -> None:
     assert algorithms(Collective.SEND) == (Algorithm.DIRECT,)
 
 
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "leaving"),
+    [  # bytes that have to leave every node (the root's, for broadcast) in units of the full tensor, for n nodes of 8
+        (Collective.ALL_TO_ALL, lambda n: 8 * (n - 1) / n),
+        (Collective.ALL_GATHER, lambda n: 1 / n),
+        (Collective.REDUCE_SCATTER, lambda n: (n - 1) / n),
+        (Collective.ALL_REDUCE, lambda n: 2 * (n - 1) / n),
+        (Collective.BROADCAST, lambda n: 1),
+        (Collective.SEND, lambda n: 1 / 8),
+    ],
+)
+def test_what_has_to_leave_a_node_passes_its_ports(kind, leaving, nodes) -> None:
+    size = 1e11
+    port = 8 * MODEL.cluster.levels[1].device_bytes_per_s
+    seconds = float(MODEL.seconds(kind, size, Span(extents=(8, nodes))))
+    assert seconds >= 0.999 * leaving(nodes) * size / port
+
+
 @given(
     st.sampled_from(KINDS),
     st.integers(1, 10**10),
