@@ -59,43 +59,39 @@ def predict_seconds(run: Run) -> float:
     return model.step(stages_of(run, stack), plan_of(run)).step_s
 
 
-def pair_score(points: Sequence[Point], gain: float) -> tuple[float, float]:
-    """(share of plan pairs in the right order, regret of the best predicted plan) over plans of one problem.
+def pairs_right(points: Sequence[Point], *, same_batch: bool = False) -> float:
+    """Share of pairs in the right order among runs of one model, device and number of devices.
 
-    A problem is model, device, number of devices and global batch; pairs closer than 2 % do not count.
+    Pairs closer than 2 % do not count; with ``same_batch`` neither do those of different global batches.
     """
-    groups: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
-    for p in points:
-        r = p.run
-        key = (r.source, r.model, r.heads, r.sequence, r.precision, r.gpu, r.num_devices, r.global_batch)
-        groups[key].append((p.measured, p.predicted * gain))
     right = total = 0
-    regrets = []
-    for plans in groups.values():
+    for plans in _problems(points, same_batch=same_batch):
         for i, (a, x) in enumerate(plans):
             for b, y in plans[:i]:
                 if abs(a / b - 1) > 0.02:
                     total += 1
                     right += (a > b) == (x > y)
-        if len(plans) > 1:
-            chosen = min(plans, key=lambda plan: plan[1])[0]
-            regrets.append(chosen / min(a for a, _ in plans) - 1)
-    return right / total if total else float("nan"), statistics.fmean(regrets) if regrets else float("nan")
-
-
-def wide_pairs(points: Sequence[Point]) -> float:
-    """Share of pairs in the right order among runs of the same model, device and count, whatever their batch."""
-    groups: dict[tuple[object, ...], list[Point]] = defaultdict(list)
-    for p in points:
-        groups[p.run.model, p.run.heads, p.run.sequence, p.run.precision, p.run.gpu, p.run.num_devices].append(p)
-    right = total = 0
-    for plans in groups.values():
-        for i, a in enumerate(plans):
-            for b in plans[:i]:
-                if abs(a.measured / b.measured - 1) > 0.02:
-                    total += 1
-                    right += (a.measured > b.measured) == (a.predicted > b.predicted)
     return right / total if total else float("nan")
+
+
+def regret_of(points: Sequence[Point]) -> float:
+    """How much slower than the best plan the best predicted one is, on the mean over problems of one global batch."""
+    regrets = [
+        min(plans, key=lambda plan: plan[1])[0] / min(measured for measured, _ in plans) - 1
+        for plans in _problems(points, same_batch=True)
+        if len(plans) > 1
+    ]
+    return statistics.fmean(regrets) if regrets else float("nan")
+
+
+def _problems(points: Sequence[Point], *, same_batch: bool) -> list[list[tuple[float, float]]]:
+    """(measured, predicted) of the runs of each problem, source by source."""
+    groups: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
+    for p in points:
+        r = p.run
+        key = (r.source, r.model, r.heads, r.sequence, r.precision, r.gpu, r.num_devices)
+        groups[*key, r.global_batch if same_batch else None].append((p.measured, p.predicted))
+    return list(groups.values())
 
 
 class Table:
@@ -108,7 +104,7 @@ class Table:
         print(f"\n{text}")
         print(
             f"{'source':<52} {'n':>4} {'skip':>4} {'mean%':>6} {'med%':>6} {'bias%':>6} {'gain':>6} {'left1out%':>9} "
-            f"{'pairs':>6} {'wide':>6} {'regret%':>7}  worst"
+            f"{'pairs':>6} {'batch':>6} {'regret%':>7}  worst"
         )
 
     def row(
@@ -121,7 +117,7 @@ class Table:
         gain: float | None = None,
         left_out: float | None = None,
         pairs: float | None = None,
-        wide: float | None = None,
+        same_batch: float | None = None,
         regret: float | None = None,
     ) -> None:
         """Print one source; ``errors`` are signed relative errors."""
@@ -132,7 +128,7 @@ class Table:
         print(
             f"{name[:52]:<52} {len(errors):>4} {skipped:>4} {100 * mean:>6.2f} {100 * middle:>6.2f} "
             f"{100 * bias:>+6.2f} "
-            f"{_text(gain, 3):>6} {_text(left_out, 2, 100):>9} {_text(pairs, 3):>6} {_text(wide, 3):>6} "
+            f"{_text(gain, 3):>6} {_text(left_out, 2, 100):>9} {_text(pairs, 3):>6} {_text(same_batch, 3):>6} "
             f"{_text(regret, 2, 100):>7}  {worst}"
         )
         self.summary[name] = {
@@ -141,6 +137,7 @@ class Table:
             "mape": _number(mean),
             "bias": _number(bias),
             "pairs": _number(pairs),
+            "pairs_of_one_batch": _number(same_batch),
             "regret": _number(regret),
             "left_out": _number(left_out),
         }
@@ -195,7 +192,6 @@ def report_times(rows: Iterable[Mapping[str, str]], table: Table, gains: dict[st
             other = statistics.median(alike)
             left_out = statistics.fmean(abs(p.predicted * other / p.measured - 1) for p in ps)
             left_outs.append(left_out)
-        pairs, regret = pair_score(ps, gain)
         table.row(
             source,
             errors,
@@ -203,14 +199,20 @@ def report_times(rows: Iterable[Mapping[str, str]], table: Table, gains: dict[st
             worst=worst_of(errors, [p.run.id for p in ps]),
             gain=gain,
             left_out=left_out,
-            pairs=pairs,
-            wide=wide_pairs(ps),
-            regret=regret,
+            pairs=pairs_right(ps),
+            same_batch=pairs_right(ps, same_batch=True),
+            regret=regret_of(ps),
         )
     every = [p for ps in points.values() for p in ps]
-    pairs, regret = pair_score(every, 1.0)
     num_skipped = sum(sum(c.values()) for c in skipped.values())
-    table.row("all", everything, skipped=num_skipped, pairs=pairs, regret=regret)
+    table.row(
+        "all",
+        everything,
+        skipped=num_skipped,
+        pairs=pairs_right(every),
+        same_batch=pairs_right(every, same_batch=True),
+        regret=regret_of(every),
+    )
     table.row("of these: micro-batch, stages or recompute assumed", assumed)
     print(f"mean of the sources {100 * statistics.fmean(means):.2f} %", end="")
     if left_outs:
