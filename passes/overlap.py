@@ -42,31 +42,18 @@ def sink_waits(graph: fx.Graph) -> None:
     nodes = list(graph.nodes)
     moving: set[fx.Node] = set()
     for node in nodes:
-        if is_wait(node) or follows(node, moving):
+        if node.users and (is_wait(node) or follows(node, moving)):
             moving.add(node)
-    # Walking backwards, the users of a node have found their places before the node is put before the first of them.
-    heads: dict[fx.Node, list[fx.Node]] = {}
-    position = {node: i for i, node in enumerate(nodes)}
+    # Walking backwards, the places of a node's users are known: where they stand, or before what they are put.
+    place = {node: i for i, node in enumerate(nodes)}
+    arriving: dict[int, list[fx.Node]] = {}
     for node in reversed(nodes):
-        if node in moving and node.users:
-            first = min(node.users, key=lambda user: position[user])
-            position[node] = position[first]
-            heads.setdefault(first, []).append(node)
-    place(heads, [n for n in nodes if n not in moving or not n.users])
-
-
-def place(heads: dict[fx.Node, list[fx.Node]], fixed: list[fx.Node]) -> None:
-    """Put every moving node right before the node it belongs to, dependencies first."""
-    for anchor in fixed:
-        stack = [(anchor, iter(heads.get(anchor, [])[::-1]))]
-        while stack:
-            target, pending = stack[-1]
-            node = next(pending, None)
-            if node is None:
-                stack.pop()
-                continue
-            target.prepend(node)
-            stack.append((node, iter(heads.get(node, [])[::-1])))
+        if node in moving:
+            place[node] = min(place[user] for user in node.users)
+            arriving.setdefault(place[node], []).append(node)
+    for position, found in arriving.items():
+        for node in reversed(found):  # in the order in which they stood, so dependencies come first
+            nodes[position].prepend(node)
 
 
 def follows(node: fx.Node, moving: set[fx.Node]) -> bool:
