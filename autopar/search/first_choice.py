@@ -62,6 +62,9 @@ LATE = 0.99  # price of moving what leaves the step, relative to moving it earli
 SHALLOW = 3  # blocks of a model of which the shares above are meant
 COPY = 1e-3  # price of touching the bytes that a redistribution moves
 KEEP = 3.0  # price of keeping a byte of a parameter: a tensor axis is there to split them
+# Least price of keeping a matrix whole or of gathering it where activations are split along the sequence, in
+# activations: work on a part of the sequence with whole matrices may move less, but the axis is there to split them.
+WHOLE_SEQUENCE = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,8 +306,11 @@ class AxisProblem:
         total = sum(owner.flops(node) for node in options) * min(1.0, SHALLOW / max(1, num_blocks(owner.step)))
         self.weights = weight_views(owner.step)
         collective = 1.0 + COLLECTIVE[wish.role] * self.per_flop * total
+        self.whole: dict[fx.Node, float] = {}  # the least that keeping or making a matrix whole costs
         if wish.sequence_parallel:
-            collective = min(collective, 1.0 + COLLECTIVE_SEQUENCE * self._activation_bytes())
+            activation = self._activation_bytes()
+            collective = min(collective, 1.0 + COLLECTIVE_SEQUENCE * activation)
+            self.whole = dict.fromkeys(self._matrices(), WHOLE_SEQUENCE * activation)
         micro = wish.role == "micro"
         self.prices = Prices(wish.size, 1.0 + BARRIER * self.per_flop * total if micro else collective)
         # Micro-batches join for free where the result leaves the step, and nearly so where it comes from inputs alone.
@@ -321,6 +327,18 @@ class AxisProblem:
                 read = [v for t in self.owner.space.tensors[node] if (v := value_of(t))[0] not in self.weights]
                 sizes += [min(self.owner.local_bytes(v) for v in read)] if read else []
         return statistics.median(sizes) if sizes else 0.0
+
+    def _matrices(self) -> set[fx.Node]:
+        """Parameters that heavy calls read, and the views and casts through which they do."""
+        found = set()
+        for node in self.options:
+            if self.owner.flops(node) > 0:
+                for tensor in self.owner.space.tensors[node]:
+                    source, _ = value_of(tensor)
+                    while source in self.weights:
+                        found.add(source)
+                        source = next(iter(source.all_input_nodes), node)
+        return found
 
     def solve(self) -> Solution:
         """Build all tables and minimise."""
@@ -348,7 +366,8 @@ class AxisProblem:
     def _keep(self, node: fx.Node, placement: Placement) -> float:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return 0.0
-        return KEEP * self._part((node, 0), placement)
+        whole = self.whole.get(node, 0.0) if placement == REPLICATE else 0.0
+        return KEEP * self._part((node, 0), placement) + whole
 
     def _produced(self, value: Value) -> tuple[Hashable | None, list[Placement]]:
         """(variable, placement per value of the variable) of a value's producer."""
@@ -367,28 +386,30 @@ class AxisProblem:
                 readers.setdefault((value_of(tensor), phase), []).append((node, i))
         for (value, phase), places in readers.items():
             source, have = self._produced(value)
-            heavy = {n for n, _ in places if self.owner.flops(n) > 0}
-            shared = source is not None and len(heavy) > 1
-            hub, forms = self._hub(value, phase, source, have, places) if shared else (source, have)
-            for node, i in places:
-                # Light readers follow the producer: the form that the heavy ones share would look free to them.
-                origin, held = (hub, forms) if node in heavy else (source, have)
-                wanted = [c.inputs[i] for c in self.options[node]]
-                self._link(origin, held, node, wanted, self._moved_bytes(value), self._prices_of(value))
+            # Light readers have a form of their own: the one that the heavy ones share would look free to them.
+            heavy = [(n, i) for n, i in places if self.owner.flops(n) > 0]
+            light = [(n, i) for n, i in places if self.owner.flops(n) == 0]
+            for kind, some in (("heavy", heavy), ("light", light)):
+                shared = source is not None and len({n for n, _ in some}) > 1
+                shared = shared and (kind == "heavy" or self.wish.sequence_parallel)
+                hub = ("hub", kind, value, phase)
+                origin, held = self._hub(hub, value, source, have, some) if shared else (source, have)
+                for node, i in some:
+                    wanted = [c.inputs[i] for c in self.options[node]]
+                    self._link(origin, held, node, wanted, self._moved_bytes(value), self._prices_of(value))
 
     def _hub(
         self,
+        hub: Hashable,
         value: Value,
-        phase: Phase,
         source: Hashable | None,
         have: list[Placement],
         places: list[tuple[fx.Node, int]],
     ) -> tuple[Hashable, list[Placement]]:
-        """A variable for the form in which heavy readers share a value: it is moved once, not once a reader."""
+        """A variable for the form in which several readers share a value: it is moved once, not once a reader."""
         forms = dict.fromkeys(have)
         for node, i in places:
             forms.update(dict.fromkeys(c.inputs[i] for c in self.options[node]))
-        hub = ("hub", value, phase)
         self.problem.variable(hub, np.zeros(len(forms)))
         self._link(source, have, hub, list(forms), self._moved_bytes(value), self._prices_of(value))
         return hub, list(forms)
@@ -399,7 +420,7 @@ class AxisProblem:
     def _moved_bytes(self, value: Value) -> float:
         """Bytes of a value for the price of moving it: on a tensor axis weights stay where they are if they can."""
         weight = WEIGHT if self.wish.role == "tensor" and value[0] in self.weights else 1.0
-        return weight * self.owner.local_bytes(value)
+        return max(weight * self.owner.local_bytes(value), self.whole.get(value[0], 0.0))
 
     def _link(
         self,

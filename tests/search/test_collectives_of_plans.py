@@ -11,7 +11,9 @@ from torch import fx, nn
 from autopar.capture import capture
 from autopar.cost_models.cluster import Cluster
 from autopar.lower import Lowering
-from autopar.passes.base import OutputKind, Phase, Program
+from autopar.models.llama import Llama, LlamaConfig
+from autopar.passes.base import InputKind, OutputKind, Phase, Program
+from autopar.passes.placement import Shard
 from autopar.passes.torch_ops import ALL_REDUCE, is_collective
 from autopar.plan import Constraints
 from autopar.search.planner import Planner
@@ -91,6 +93,26 @@ def test_sequence_parallel_gpt2_keeps_activations_between_regions_split() -> Non
     adds = [n for n in program.graph_module.graph.nodes if n.target is torch.ops.aten.add.Tensor and block_of(n)]
     wide = [n for n in adds if tuple(n.meta["val"].shape) == (4, 16, 32)]
     assert not wide
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [512, 1024, 2048])  # shorter than the width, equal, longer
+def test_sequence_parallel_llama_is_megatrons_however_long_the_sequence(length: int, dtype: torch.dtype) -> None:
+    config = LlamaConfig(num_layers=3, width=1024, num_heads=16, num_kv_heads=8, hidden=3072, vocabulary=9600)
+    with torch.device("meta"):
+        model, ids = Llama(config).to(dtype), torch.zeros(8, length, dtype=torch.long)
+    step = capture(model, (ids, ids))
+    plan = Planner(step, Cluster.parse("1x2xH100"), Constraints(dp=1, tp=2, pp=1, sequence_parallel=True)).best(2)
+    program = Lowering(step, plan, disable_passes=("bucket", "overlap")).program(0)
+    names = Counter(
+        (n.meta["phase"], n.target._schema.name.split("::")[1])
+        for n in collectives(program)
+        if n.meta["layer"].startswith("blocks.1") and n.meta["val"].numel() > 1024  # not the gradients of norms
+    )
+    assert names == {(p, name): 2 for p in Phase for name in ("reduce_scatter_tensor", "all_gather_into_tensor")}
+    pairs = zip(program.inputs, program.input_tensors, strict=True)
+    held = {spec.name: tensor for spec, tensor in pairs if spec.kind is InputKind.PARAMETER}
+    assert all(isinstance(t.layout[-1], Shard) for name, t in held.items() if len(t.shape) == 2 and "blocks" in name)
 
 
 def test_buckets_join_the_gradient_reductions() -> None:
