@@ -186,7 +186,16 @@ def part_dims(
 
 def slice_row(call: Call) -> Row:
     """aten.slice.Tensor."""
-    shape = call.shapes[0]
+    return _between_whole_and_part(call, call.shapes[0], backward=False)
+
+
+def slice_backward_row(call: Call) -> Row:
+    """aten.slice_backward: the reverse of slice, zeros elsewhere."""
+    return _between_whole_and_part(call, call.out_shapes[0] or (), backward=True)
+
+
+def _between_whole_and_part(call: Call, shape: Sequence[int], *, backward: bool) -> Row:
+    """From a tensor of ``shape`` to its slice, or back."""
     dim = call["dim"] % len(shape)
     start, end, step = slice_bounds(call, shape[dim])
     whole, part, extra, nosplit = part_dims(shape[dim], start, end, step)
@@ -202,39 +211,12 @@ def slice_row(call: Call) -> Row:
         return {"start": start // length * local, "end": start // length * local + local}
 
     return Row(
-        inputs=(tuple(dims),),
-        outputs=(tuple(out),),
+        inputs=(tuple(out if backward else dims),),
+        outputs=(tuple(dims if backward else out),),
         sizes={**sizes, **extra},
         nosplit=frozenset(nosplit),
         linear=LINEAR_IN_FIRST,
-        localize=localize,
-    )
-
-
-def slice_backward_row(call: Call) -> Row:
-    """aten.slice_backward: the reverse of slice, zeros elsewhere."""
-    shape = call.out_shapes[0] or ()
-    dim = call["dim"] % len(shape)
-    start, end, step = slice_bounds(call, shape[dim])
-    whole, part, extra, nosplit = part_dims(shape[dim], start, end, step)
-    dims, sizes = dims_of(shape)
-    grad = list(dims)
-    dims[dim], grad[dim] = whole, part
-    length = max(end - start, 1)
-
-    def localize(ctx: LocalContext) -> dict[str, Any]:
-        if "p" in nosplit or "p" not in extra:
-            return {}
-        local = ctx.size("p")
-        return {"start": start // length * local, "end": start // length * local + local}
-
-    return Row(
-        inputs=(tuple(grad),),
-        outputs=(tuple(dims),),
-        sizes={**sizes, **extra},
-        nosplit=frozenset(nosplit),
-        linear=LINEAR_IN_FIRST,
-        shape_args={"input_sizes": 0},
+        shape_args={"input_sizes": 0} if backward else {},
         localize=localize,
     )
 
