@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -11,18 +11,19 @@ import torch
 from torch import fx
 
 from autopar.cost_models.cluster import Cluster
+from autopar.cost_models.compute import KernelModel, Op
 from autopar.cost_models.errors import ConstraintError
 from autopar.lower.prepare import Prepared
 from autopar.passes.base import InputKind, StepGraph
 from autopar.passes.options import shape_of, value_of
 from autopar.passes.partition import fake_of
-from autopar.passes.pricing import tensor_bytes
+from autopar.passes.pricing import price_node, tensor_bytes
 from autopar.passes.split_stages import Run, layer_runs
 from autopar.plan import Constraints, layer_matches
-from autopar.search.first_choice import row_flops
 
 BACKWARD_WORK = 3.0  # forward and backward together, in forwards
-STATE = 0.5  # share of the balance that goes to the bytes of parameters, the rest to time
+STATES = (0.05, 0.5)  # share of the balance that goes to the bytes of parameters, the rest to time; first choice first
+MOST = 0.75  # the largest share of the parameters that a rank may hold where another balance avoids it
 WORTH = 0.97  # a block is cut where that brings the heaviest stage below this share of what it would be
 
 
@@ -35,17 +36,47 @@ class RunCost:
     crossing_bytes: float
     stage: int | None
     inside_block: bool
+    parameters: float = 0.0
+
+
+def chosen_stages(costs_of: Callable[[float], Sequence[RunCost]], num_stages: int, num_ranks: int) -> dict[str, int]:
+    """Stage of every run: even in time, and in the bytes of parameters too where one rank would hold most of them.
+
+    Args:
+        costs_of: the runs' costs, given the share of their weight that goes to the bytes of parameters.
+        num_stages: number of stages.
+        num_ranks: number of pipeline ranks, which run ``num_stages / num_ranks`` stages each.
+
+    Raises:
+        ConstraintError: wished stages go against the order in which the layers run.
+    """
+    for state in STATES:
+        costs = costs_of(state)
+        stages = balanced_stages(costs, num_stages, num_ranks)
+        held = [0.0] * num_ranks
+        for cost in costs:
+            held[stages[cost.run.name] % num_ranks] += cost.parameters
+        if max(held) <= MOST:
+            break
+    return stages
 
 
 def run_costs(
-    prepared: Prepared, cluster: Cluster, constraints: Constraints, placed: Mapping[str, int] | None = None
+    prepared: Prepared,
+    cluster: Cluster,
+    constraints: Constraints,
+    placed: Mapping[str, int] | None = None,
+    *,
+    pieces: int = 1,
+    state: float = STATES[0],
 ) -> list[RunCost]:
-    """The runs of the forward with what they cost, and the stages they are tied to by wishes or an earlier plan."""
+    """The runs of the forward with what they cost, and the stages they are tied to by wishes or an earlier plan.
+
+    ``pieces`` is the number of ranks and micro-batches that a call is split over.
+    """
     runs = layer_runs(prepared.normal)
-    device = cluster.device
-    per_flop = 1.0 / (device.peak("fp32") * device.matmul_efficiency)
-    per_byte = 1.0 / (device.memory_bytes_per_s * device.memory_efficiency)
-    times = [sum(node_seconds(n, prepared, per_flop, per_byte) for n in run.nodes) for run in runs]
+    model = KernelModel(device=cluster.device)
+    times = [sum(piece_seconds(n, model, pieces) for n in run.nodes) for run in runs]
     held = parameter_bytes(prepared, runs)
     total_s, total_bytes = sum(times) or 1.0, sum(held) or 1.0
     crossing = crossing_bytes(runs)
@@ -57,10 +88,11 @@ def run_costs(
         found.append(
             RunCost(
                 run=run,
-                weight=(1 - STATE) * times[i] / total_s + STATE * held[i] / total_bytes,
+                weight=(1 - state) * times[i] / total_s + state * held[i] / total_bytes,
                 crossing_bytes=crossing[i],
                 stage=(placed or {}).get(run.name, wished_stage(constraints, run)),
                 inside_block=inside,
+                parameters=held[i] / total_bytes,
             )
         )
     return found
@@ -80,13 +112,15 @@ def wished_stage(constraints: Constraints, run: Run) -> int | None:
     return found
 
 
-def node_seconds(node: fx.Node, prepared: Prepared, per_flop: float, per_byte: float) -> float:
-    """Time of one call: its work, or the bytes that it touches."""
-    row = prepared.rows.get(node)
-    work = row_flops(node, row) * per_flop if row is not None else 0.0
-    value = node.meta.get("val")
-    touched = value.numel() * value.dtype.itemsize * per_byte if isinstance(value, torch.Tensor) else 0.0
-    return max(work, touched)
+def piece_seconds(node: fx.Node, model: KernelModel, pieces: int) -> float:
+    """Time of one call on one of ``pieces`` equal parts of it, of which each has its launch."""
+    priced = price_node(node)
+    if priced is None or not isinstance(priced.cost, Op):
+        return 0.0
+    launches = priced.cost.num_kernels
+    device, launch_s = model.device, launches * model.device.kernel_s
+    work_s = max(0.0, model.total_seconds([priced.cost]) - launch_s)
+    return max(work_s / pieces + launch_s, launches * device.dispatch_s)
 
 
 def parameter_bytes(prepared: Prepared, runs: Sequence[Run]) -> list[float]:

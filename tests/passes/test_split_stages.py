@@ -6,13 +6,14 @@ import pytest
 
 from autopar.capture import capture
 from autopar.cost_models.cluster import Cluster
+from autopar.cost_models.compute import KernelModel
 from autopar.cost_models.errors import ConstraintError, PartitionError
 from autopar.lower import prepare
 from autopar.passes.base import Phase
 from autopar.passes.rules.table import RuleTable
 from autopar.passes.split_stages import SplitStages, layer_runs, stage_of_input
 from autopar.plan import Constraints
-from autopar.search.stages import RunCost, balanced_stages, run_costs
+from autopar.search.stages import RunCost, balanced_stages, chosen_stages, piece_seconds, run_costs
 from tests.passes.pipelines import Tied, lowered, tokens
 
 
@@ -110,3 +111,34 @@ def test_more_stages_than_runs_leave_some_empty():
 def test_unused_parameters_stay_with_their_neighbours():
     assert stage_of_input("blocks.3.extra.weight", [("blocks.0.up", 0), ("blocks.3.up", 2)]) == 2
     assert stage_of_input("other", [("blocks.0.up", 0)]) == 0
+
+
+@pytest.mark.parametrize(("table", "on_first"), [(0.5, {3, 4}), (0.8, {1, 2})])
+def test_stages_are_even_in_time_unless_one_rank_would_hold_most_parameters(table, on_first):
+    run = layer_runs(capture(Tied(depth=1), tokens()))[0]
+    runs = [(0.0, table), *[(0.2, (1 - table) / 6)] * 4, (0.2, (1 - table) / 3)]  # a table, four blocks, a head
+
+    def costs_of(state):
+        return [
+            RunCost(
+                run=dataclasses.replace(run, name=f"{i}"),
+                weight=(1 - state) * seconds + state * parameters,
+                crossing_bytes=1.0,
+                stage=None,
+                inside_block=False,
+                parameters=parameters,
+            )
+            for i, (seconds, parameters) in enumerate(runs)
+        ]
+
+    stages = chosen_stages(costs_of, 2, 2)
+    assert sum(stage == 0 for stage in stages.values()) in on_first
+
+
+def test_a_call_on_a_small_piece_takes_as_long_as_its_launch():
+    model = KernelModel(device=Cluster.parse("1xH100").device)
+    prepared = prepare(capture(Tied(), tokens()), RuleTable(), split_batch=False)
+    for node in prepared.normal.graph.nodes:
+        one, eight, many = (piece_seconds(node, model, pieces) for pieces in (1, 8, 10**9))
+        assert one >= eight >= many
+        assert many == 0.0 or many >= model.device.dispatch_s
