@@ -96,6 +96,10 @@ def test_what_follows_a_wait_stays_behind_it():
     assert check_model(306)  # a wait and the slice of its result wanted the same place
 
 
+def test_what_a_rounding_of_the_inputs_makes_of_a_gradient_is_no_difference():
+    assert check_model(398)  # every row alike: the loss is log(4), and all gradients are zero but for rounding
+
+
 @pytest.mark.slow
 def test_two_thousand_placements_give_the_numbers_of_one_device():
     met: Counter[tuple[str, str]] = Counter()

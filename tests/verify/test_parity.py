@@ -7,6 +7,7 @@ import torch
 from autopar.cost_models.errors import VerificationError
 from autopar.passes.base import Mesh, OutputKind, OutputSpec, StepGraph
 from autopar.verify import check_programs, verify_programs
+from autopar.verify.parity import nudged
 from autopar.verify.tolerance import Tolerance
 from tests.verify.sketch import BATCH, HIDDEN, OUT, WIDTH, Sketch, aten, mlp_programs, mlp_step
 
@@ -121,6 +122,16 @@ def test_a_zero_gradient_is_measured_against_the_largest_one():
     buffers = [OutputSpec(kind=OutputKind.MUTATION, name=n) for n in ("var", "mean", "count")]
     floors = Tolerance(1e-2, 1e-7).floors(buffers, [torch.full((3,), 5e4), torch.zeros(3), torch.tensor(10**9)])
     assert floors[OutputKind.MUTATION] == pytest.approx(1e-3)
+
+
+def test_inputs_are_nudged_by_one_unit_in_the_last_place():
+    given = {"x": torch.randn(50, dtype=torch.float64), "ids": torch.arange(3), "n": 3}
+    moved = nudged(given)
+    assert moved["n"] == 3
+    assert moved["ids"] is given["ids"]
+    apart = (moved["x"] - given["x"]).abs() / given["x"].abs()
+    assert apart.max() < 4 * torch.finfo(torch.float64).eps
+    assert apart.max() > 0
 
 
 def test_the_tolerance_follows_the_coarsest_dtype():
