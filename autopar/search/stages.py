@@ -22,7 +22,11 @@ from autopar.passes.split_stages import Run, layer_runs
 from autopar.plan import Constraints, layer_matches
 
 BACKWARD_WORK = 3.0  # forward and backward together, in forwards
-STATES = (0.05, 0.5)  # share of the balance that goes to the bytes of parameters, the rest to time; first choice first
+STATES = (
+    0.05,
+    0.5,
+    0.95,
+)  # share of the balance that goes to the bytes of parameters, the rest to time; first choice first
 MOST = 0.75  # the largest share of the parameters that a rank may hold where another balance avoids it
 WORTH = 0.97  # a block is cut where that brings the heaviest stage below this share of what it would be
 
@@ -78,6 +82,7 @@ def run_costs(
     model = KernelModel(device=cluster.device)
     times = [sum(piece_seconds(n, model, pieces) for n in run.nodes) for run in runs]
     held = parameter_bytes(prepared, runs)
+    used = parameter_bytes(prepared, runs, again=True)
     total_s, total_bytes = sum(times) or 1.0, sum(held) or 1.0
     crossing = crossing_bytes(runs)
     blocks = [path for group in prepared.step.repeated for path in group]
@@ -92,7 +97,7 @@ def run_costs(
                 crossing_bytes=crossing[i],
                 stage=(placed or {}).get(run.name, wished_stage(constraints, run)),
                 inside_block=inside,
-                parameters=held[i] / total_bytes,
+                parameters=used[i] / total_bytes,
             )
         )
     return found
@@ -123,14 +128,15 @@ def piece_seconds(node: fx.Node, model: KernelModel, pieces: int) -> float:
     return max(work_s / pieces + launch_s, launches * device.dispatch_s)
 
 
-def parameter_bytes(prepared: Prepared, runs: Sequence[Run]) -> list[float]:
-    """Bytes of the parameters that each run is the first to use."""
+def parameter_bytes(prepared: Prepared, runs: Sequence[Run], *, again: bool = False) -> list[float]:
+    """Bytes of the parameters that each run is the first to use, or (``again``) that it uses."""
     step = prepared.normal
     parameters = {n for n, s in zip(step.placeholders, step.inputs, strict=True) if s.kind is InputKind.PARAMETER}
     found = []
     for run in runs:
         used = {s for n in run.nodes for s in n.all_input_nodes if s in parameters}
-        parameters -= used
+        if not again:
+            parameters -= used
         found.append(float(sum(math.prod(shape_of((p, 0))) * fake_of((p, 0)).dtype.itemsize for p in used)))
     return found
 
