@@ -317,8 +317,6 @@ def assumptions(loaded: LoadedModel, step: StepGraph, cluster: Cluster, work: Wo
 
 def _report_json(report: Report) -> str:
     rows = [{**dataclasses.asdict(row), "kind": row.kind.value} for row in report.rows]
-    for row in rows:
-        del row["scale"]  # how errors were measured, not what they are
     mismatch = None if report.first_mismatch is None else str(report.first_mismatch)
     document = {"format": "autopar verify", "schema": 1, "ok": report.ok, "rows": rows, "first_mismatch": mismatch}
     return json.dumps(document, indent=1)

@@ -235,6 +235,10 @@ class KernelModel:
         launches = sum(op.num_kernels for op in expanded)
         return max(float(self.seconds(expanded).sum()), launches * dispatch_s)
 
+    def eager_seconds(self, op: Op) -> float:
+        """Time of one op of a program that the host launches op by op."""
+        return self.total_seconds([op], dispatch_s=self.device.dispatch_s)
+
     def _memory_rate(self) -> float:
         return self.device.memory_bytes_per_s * self.device.memory_efficiency
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -57,7 +57,7 @@ class Bucket:
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            if node.target in (ALL_REDUCE, REDUCE_SCATTER) and (chain := reductions_from(node, set(leaving))):
+            if node.target in (ALL_REDUCE, REDUCE_SCATTER) and (chain := reductions_from(node, leaving)):
                 dtype = node.args[0].meta["val"].dtype
                 key = (-len(chain.collectives), node.target, node.args[1:], dtype, node.meta.get("stage"))
                 reductions.setdefault(key, []).append(node)
@@ -112,7 +112,7 @@ def first_rank_elements(chain: Chain, gradient: ProgramTensor, sizes: tuple[int,
     return held * math.prod(n for n in scattered if isinstance(n, int))
 
 
-def reductions_from(node: fx.Node, leaving: set[fx.Node]) -> Chain | None:
+def reductions_from(node: fx.Node, leaving: Container[fx.Node]) -> Chain | None:
     """The reductions from ``node`` on if its result only leaves the step as a gradient; None: it does more."""
     collectives = [node]
     while True:

@@ -165,7 +165,7 @@ class ProgramEvents:
 
     def compute(self, op: Op) -> float:
         """Seconds of one computation."""
-        return self.kernels.total_seconds([op], dispatch_s=self.kernels.device.dispatch_s)
+        return self.kernels.eager_seconds(op)
 
     def transfer(self, transfer: Transfer) -> tuple[LinkLevel, float]:
         """Level and seconds of one communication, which is added to ``sent``."""
@@ -360,14 +360,19 @@ def _place(part: str, node: fx.Node) -> Place:
 def _inner_peaks(name: str, module: fx.GraphModule) -> dict[Place, float]:
     """What a sub-program holds in each of its places, beyond what it takes in and gives back."""
     nodes = list(module.graph.nodes)
-    taken = {n.name for n in module.graph.find_nodes(op="placeholder")}
-    held = alive([b for b in buffers(module.graph) if b.name not in taken], len(nodes))
+    held = alive(_made(module), len(nodes))
     outside = _given_bytes(module)
     found: dict[Place, float] = {}
     for i, node in enumerate(nodes):
         place = _place(name, node)
         found[place] = max(found.get(place, 0.0), held[i] - outside)
     return found
+
+
+def _made(module: fx.GraphModule) -> list[Buffer]:
+    """What a sub-program holds beyond what it takes in."""
+    taken = {n.name for n in module.graph.find_nodes(op="placeholder")}
+    return [b for b in buffers(module.graph) if b.name not in taken]
 
 
 def _given_bytes(module: fx.GraphModule) -> float:
@@ -392,6 +397,5 @@ def _passing(module: fx.GraphModule) -> Iterator[Buffer]:
 
 def _passing_bytes(module: fx.GraphModule) -> tuple[float, str]:
     """The most that is alive inside beyond its inputs and all of its outputs, and the layer that holds most of it."""
-    taken = {n.name for n in module.graph.find_nodes(op="placeholder")}
-    top = peak(b for b in buffers(module.graph) if b.name not in taken)
+    top = peak(_made(module))
     return top.bytes - _given_bytes(module), top.owners[0][0] if top.owners else ""

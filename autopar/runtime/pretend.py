@@ -150,8 +150,8 @@ class PretendedStep:
             elif node.target is WAIT:
                 if isinstance(result := held.get(node.args[0]), _Result):
                     self._actions.append(_Wait(name=node.name, result=result))
-            elif group_position(node) is not None:
-                held[node] = self._communicates(node)
+            elif (position := group_position(node)) is not None:
+                held[node] = self._communicates(node, position)
             else:
                 self._prices(node)
         return None
@@ -159,7 +159,7 @@ class PretendedStep:
     def _prices(self, node: fx.Node) -> None:
         item = price_node(node)
         if item is not None and not isinstance(item.cost, Transfer):
-            self._computes(self._kernels.total_seconds([item.cost], dispatch_s=self._kernels.device.dispatch_s))
+            self._computes(self._kernels.eager_seconds(item.cost))
 
     def _computes(self, seconds: float, name: str = "") -> None:
         if not self._actions or not isinstance(self._actions[-1], _Sleep):
@@ -169,11 +169,9 @@ class PretendedStep:
             last.seconds += seconds
             last.names += [name] if name else []
 
-    def _communicates(self, node: fx.Node) -> _Result:
+    def _communicates(self, node: fx.Node, group: int) -> _Result:
         args = list(map_arg(node.args, self._stand_in))
-        position = group_position(node)
-        if position is not None:
-            args[position] = self._real_name(str(args[position]))
+        args[group] = self._real_name(str(args[group]))
         target = send if node.target is ISEND else node.target
         kwargs = map_arg(node.kwargs, self._stand_in)
         self._actions.append(_Issue(name=node.name, target=target, args=tuple(args), kwargs=kwargs))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from autopar.search.candidates import CHUNKS, Candidate, Space
 from autopar.search.first_choice import choose, no_wishes
 from autopar.search.folding import Folds, fold
 from autopar.search.price import FoldedPrices, Price, price_programs
-from autopar.search.stages import RunCost, boundary_bytes, chosen_stages, early_share, held_bytes, run_costs
+from autopar.search.stages import boundary_bytes, chosen_stages, early_share, held_bytes, run_costs
 from autopar.search.uniform import Ranking, Sketch, rank
 
 SPACE = (
@@ -197,11 +197,8 @@ class Planner:
         prepared = self.prepared(step or self.step, split_batch=candidate.dp * candidate.microbatches > 1)
         chunks = CHUNKS if candidate.schedule == "interleaved" else 1
         pieces = candidate.dp * candidate.tp * candidate.microbatches
-
-        def costs_of(state: float) -> list[RunCost]:
-            return run_costs(prepared, self.cluster, self.constraints, self.placed, pieces=pieces, state=state)
-
-        return chosen_stages(costs_of, candidate.pp * chunks, candidate.pp)
+        costs = run_costs(prepared, self.cluster, self.constraints, self.placed, pieces=pieces)
+        return chosen_stages(costs, candidate.pp * chunks, candidate.pp)
 
     def recompute_layers(self, candidate: Candidate, step: StepGraph) -> dict[str, str]:
         """What the constraints say of single layers, for the layers that differ from the rest."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -22,32 +23,46 @@ from autopar.passes.split_stages import Run, layer_runs
 from autopar.plan import Constraints, layer_matches
 
 BACKWARD_WORK = 3.0  # forward and backward together, in forwards
-STATES = (
-    0.05,
-    0.5,
-    0.95,
-)  # share of the balance that goes to the bytes of parameters, the rest to time; first choice first
+# Share of the balance that goes to the bytes of parameters, the rest to time; first choice first.
+STATES = (0.05, 0.5, 0.95)
 MOST = 0.75  # the largest share of the parameters that a rank may hold where another balance avoids it
 WORTH = 0.97  # a block is cut where that brings the heaviest stage below this share of what it would be
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """One run of a layer: its share of the step's time and of its parameters' bytes, and the stage it must be on."""
+    """One run of a layer, and the stage it must be on.
+
+    Attributes:
+        run: the run.
+        weight: what is to be even over the stages.
+        crossing_bytes: forward values that are needed behind it.
+        stage: the stage that it is tied to, or None.
+        inside_block: whether the next run belongs to the same block.
+        seconds: its share of the step's time.
+        first_used: share of the parameters that it is the first to use.
+        used: share of the parameters that it uses.
+    """
 
     run: Run
     weight: float
     crossing_bytes: float
     stage: int | None
     inside_block: bool
-    parameters: float = 0.0
+    seconds: float = 0.0
+    first_used: float = 0.0
+    used: float = 0.0
+
+    def leaning(self, state: float) -> RunCost:
+        """The same with ``state`` of its weight from the bytes of parameters, the rest from time."""
+        return dataclasses.replace(self, weight=(1 - state) * self.seconds + state * self.first_used)
 
 
-def chosen_stages(costs_of: Callable[[float], Sequence[RunCost]], num_stages: int, num_ranks: int) -> dict[str, int]:
+def chosen_stages(costs: Sequence[RunCost], num_stages: int, num_ranks: int) -> dict[str, int]:
     """Stage of every run: even in time, and in the bytes of parameters too where one rank would hold most of them.
 
     Args:
-        costs_of: the runs' costs, given the share of their weight that goes to the bytes of parameters.
+        costs: the runs' costs; their weights are made here.
         num_stages: number of stages.
         num_ranks: number of pipeline ranks, which run ``num_stages / num_ranks`` stages each.
 
@@ -55,11 +70,10 @@ def chosen_stages(costs_of: Callable[[float], Sequence[RunCost]], num_stages: in
         ConstraintError: wished stages go against the order in which the layers run.
     """
     for state in STATES:
-        costs = costs_of(state)
-        stages = balanced_stages(costs, num_stages, num_ranks)
+        stages = balanced_stages([cost.leaning(state) for cost in costs], num_stages, num_ranks)
         held = [0.0] * num_ranks
         for cost in costs:
-            held[stages[cost.run.name] % num_ranks] += cost.parameters
+            held[stages[cost.run.name] % num_ranks] += cost.used
         if max(held) <= MOST:
             break
     return stages
@@ -72,7 +86,6 @@ def run_costs(
     placed: Mapping[str, int] | None = None,
     *,
     pieces: int = 1,
-    state: float = STATES[0],
 ) -> list[RunCost]:
     """The runs of the forward with what they cost, and the stages they are tied to by wishes or an earlier plan.
 
@@ -90,16 +103,17 @@ def run_costs(
     for i, run in enumerate(runs):
         after = runs[i + 1].layer if i + 1 < len(runs) else ""
         inside = any(within(run.layer, b) and within(after, b) for b in blocks)
-        found.append(
-            RunCost(
-                run=run,
-                weight=(1 - state) * times[i] / total_s + state * held[i] / total_bytes,
-                crossing_bytes=crossing[i],
-                stage=(placed or {}).get(run.name, wished_stage(constraints, run)),
-                inside_block=inside,
-                parameters=used[i] / total_bytes,
-            )
+        cost = RunCost(
+            run=run,
+            weight=0.0,
+            crossing_bytes=crossing[i],
+            stage=(placed or {}).get(run.name, wished_stage(constraints, run)),
+            inside_block=inside,
+            seconds=times[i] / total_s,
+            first_used=held[i] / total_bytes,
+            used=used[i] / total_bytes,
         )
+        found.append(cost.leaning(STATES[0]))
     return found
 
 

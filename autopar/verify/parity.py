@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.cost_models.errors import VerificationError
-from autopar.passes.base import Mesh, OutputSpec, Program, ProgramTensor, StepGraph
+from autopar.passes.base import Mesh, OutputKind, OutputSpec, Program, ProgramTensor, StepGraph
 from autopar.verify.compare import check_local_shapes, magnitude, part_differences, relative, shard_tensor
 from autopar.verify.locate import first_mismatch
 from autopar.verify.lockstep import run_lockstep
@@ -69,7 +69,8 @@ def verify_programs(
         rows = _compare(step.outputs, wanted, programs, outputs, tolerance)
         if rtol is None and not all(r.ok for r in rows):
             torch.set_rng_state(start)
-            rows = _within_rounding(rows, wanted, run_single(step, nudged(inputs)))
+            floors = tolerance.floors(step.outputs, wanted)
+            rows = _within_rounding(rows, wanted, run_single(step, nudged(inputs)), floors)
         mismatch = None
         if locate and not all(r.ok for r in rows):
             wrong = {(r.kind, r.name): r.error for r in rows if not r.ok}
@@ -97,12 +98,14 @@ def nudged(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _within_rounding(rows: Sequence[Row], wanted: Sequence[Any], moved: Sequence[Any]) -> list[Row]:
+def _within_rounding(
+    rows: Sequence[Row], wanted: Sequence[Any], moved: Sequence[Any], floors: Mapping[OutputKind, float]
+) -> list[Row]:
     """The rows; a wrong one whose error is no larger than what rounded inputs do to the output is right."""
     found = []
     for row, want, other in zip(rows, wanted, moved, strict=True):
         if not row.ok and not row.note and isinstance(want, torch.Tensor) and not is_exact(want):
-            allowed = ROUNDINGS * relative(magnitude(other - want), row.scale)
+            allowed = ROUNDINGS * relative(magnitude(other - want), _scale(want, floors[row.kind]))
             if math.isfinite(row.error) and row.error <= allowed:
                 row = dataclasses.replace(row, ok=True, tolerance=allowed)
         found.append(row)
@@ -176,7 +179,7 @@ def _row(spec: OutputSpec, want: object, held: _Held, mesh: Mesh, *, rtol: float
         return Row(kind=spec.kind, name=spec.name, error=0.0, tolerance=rtol, ok=True)
     apart, drift = part_differences(held.parts, layout, mesh, want)
     exact = is_exact(want)
-    scale = 1.0 if exact else max(magnitude(want), floor)
+    scale = _scale(want, floor)
     tolerance = 0.0 if exact else rtol
     worst = max(apart, key=lambda rank: apart[rank])
     error = relative(apart[worst], scale)
@@ -188,8 +191,12 @@ def _row(spec: OutputSpec, want: object, held: _Held, mesh: Mesh, *, rtol: float
         ok=error <= tolerance,
         worst_rank=worst if error else None,
         drift=relative(drift, scale),
-        scale=scale,
     )
+
+
+def _scale(want: torch.Tensor, floor: float) -> float:
+    """What the error of an output is relative to."""
+    return 1.0 if is_exact(want) else max(magnitude(want), floor)
 
 
 def _structural_fault(want: object, held: _Held, mesh: Mesh) -> str:

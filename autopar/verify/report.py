@@ -20,7 +20,6 @@ class Row:
         worst_rank: rank with the largest error; None where no rank is off.
         drift: largest difference between copies that ranks hold of the same values, on the same scale; 0 is bit-equal.
         note: what else is wrong: shape, dtype, None where one device has a tensor.
-        scale: the size of the tensor that ``error`` and ``drift`` are relative to.
     """
 
     kind: OutputKind
@@ -31,7 +30,6 @@ class Row:
     worst_rank: int | None = None
     drift: float = 0.0
     note: str = ""
-    scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,8 @@ Prints seconds a station, the peak of resident memory and the number of lines of
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import sys
-import time
+
+from stations import Stations
 
 from autopar.capture import capture
 from autopar.cost_models.cluster import Cluster
@@ -34,18 +32,11 @@ def main() -> None:
     parser.add_argument("--text", help="write the program's text to this file")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    times: dict[str, float] = {}
-    last = time.perf_counter()
-
-    def lap(name: str) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        times[name], last = now - last, now
-
+    stations = Stations()
     model, args, kwargs, loss_fn = build("llama3-405b", batch=DP * MICROBATCHES, sequence=options.sequence)
-    lap("build")
+    stations.done("build")
     step = capture(model, args, kwargs, loss_fn=loss_fn)
-    lap("capture")
+    stations.done("capture")
     wishes = Constraints(
         dp=DP,
         tp=TP,
@@ -57,27 +48,20 @@ def main() -> None:
         sequence_parallel=False,
     )
     plan = Planner(step, Cluster.parse(f"{PP * DP}x{TP}xH100"), wishes).best(PP * TP * DP)
-    lap("plan")
+    stations.done("plan")
     program = Lowering(step, plan).program(options.rank)
-    lap("emit")
+    stations.done("emit")
     text = dump(program)
-    lap("text")
+    stations.done("text")
     if options.text:
         with open(options.text, "w", encoding="utf-8") as file:
             file.write(text)
-    figures = {
-        "seconds": {name: round(value, 2) for name, value in times.items()},
-        "total_s": round(sum(times.values()), 2),
-        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
-        "nodes_captured": len(step.graph.nodes),
-        "nodes_emitted": len(program.graph_module.graph.nodes),
-        "lines": len(text.splitlines()),
-    }
-    if options.json:
-        sys.stdout.write(json.dumps(figures) + "\n")
-        return
-    for name, value in figures.items():
-        sys.stdout.write(f"{name}: {value}\n")
+    stations.report(
+        as_json=options.json,
+        nodes_captured=len(step.graph.nodes),
+        nodes_emitted=len(program.graph_module.graph.nodes),
+        lines=len(text.splitlines()),
+    )
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
     python tests/benchmarks/plan_llama70b.py [--json]
 
-Prints seconds of processor time a station and the peak of resident memory; the goal is 60 s and 3 GB on two cores.
+Prints seconds a station and the peak of resident memory; the goal is 60 s and 3 GB on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import sys
-import time
 from collections import Counter
+
+from stations import Stations
 
 from autopar.capture import capture
 from autopar.cost_models.cluster import Cluster
@@ -30,37 +28,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    times: dict[str, float] = {}
-    last = time.perf_counter()
-
-    def lap(name: str) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        times[name], last = now - last, now
-
+    stations = Stations()
     model, args, kwargs, loss_fn = build("llama3-70b", batch=options.batch, sequence=options.sequence)
-    lap("build")
+    stations.done("build")
     step = capture(model, args, kwargs, loss_fn=loss_fn)
-    lap("capture")
+    stations.done("capture")
     plan = Planner(step, Cluster.parse("8x8xH100"), Constraints(dp=8, tp=8, pp=1, zero=3)).best(64)
-    lap("plan")
+    stations.done("plan")
     program = Lowering(step, plan).program(0)
-    lap("emit")
+    stations.done("emit")
     nodes = list(program.graph_module.graph.nodes)
     collectives = Counter(n.target._schema.name.split("::")[1] for n in nodes if is_collective(n))
-    figures = {
-        "seconds": {name: round(value, 2) for name, value in times.items()},
-        "total_s": round(sum(times.values()), 2),
-        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
-        "nodes_captured": len(step.graph.nodes),
-        "nodes_emitted": len(nodes),
-        "collectives": dict(collectives),
-    }
-    if options.json:
-        sys.stdout.write(json.dumps(figures) + "\n")
-        return
-    for name, value in figures.items():
-        sys.stdout.write(f"{name}: {value}\n")
+    stations.report(
+        as_json=options.json,
+        nodes_captured=len(step.graph.nodes),
+        nodes_emitted=len(nodes),
+        collectives=dict(collectives),
+    )
 
 
 if __name__ == "__main__":

@@ -118,20 +118,20 @@ def test_stages_are_even_in_time_unless_one_rank_would_hold_most_parameters(tabl
     run = layer_runs(capture(Tied(depth=1), tokens()))[0]
     runs = [(0.0, table), *[(0.2, (1 - table) / 6)] * 4, (0.2, (1 - table) / 3)]  # a table, four blocks, a head
 
-    def costs_of(state):
-        return [
-            RunCost(
-                run=dataclasses.replace(run, name=f"{i}"),
-                weight=(1 - state) * seconds + state * parameters,
-                crossing_bytes=1.0,
-                stage=None,
-                inside_block=False,
-                parameters=parameters,
-            )
-            for i, (seconds, parameters) in enumerate(runs)
-        ]
-
-    stages = chosen_stages(costs_of, 2, 2)
+    costs = [
+        RunCost(
+            run=dataclasses.replace(run, name=f"{i}"),
+            weight=0.0,
+            crossing_bytes=1.0,
+            stage=None,
+            inside_block=False,
+            seconds=seconds,
+            first_used=parameters,
+            used=parameters,
+        )
+        for i, (seconds, parameters) in enumerate(runs)
+    ]
+    stages = chosen_stages(costs, 2, 2)
     assert sum(stage == 0 for stage in stages.values()) in on_first
 
 
